@@ -1,0 +1,32 @@
+"""pmlip makes any machine-learning interatomic potential tell how sure it is.
+
+Noise enters at the first linear layer of each message and update MLP, the model is trained with the fair CRPS,
+and every prediction comes as K samples. To read the code, follow the flow of the data:
+
+    structures -> backbones -> noise -> injection -> model (chunks, checkpoint) -> samples -> scores -> losses | metrics
+"""
+
+from pmlip import losses, metrics, noise, scores
+from pmlip.backbones import load_backbone
+from pmlip.checkpoint import CheckpointError
+from pmlip.injection import Site
+from pmlip.model import Perturbed, Potential, load, perturb
+from pmlip.samples import Outputs, Samples
+from pmlip.structures import labels
+
+__all__ = [
+    "CheckpointError",
+    "Outputs",
+    "Perturbed",
+    "Potential",
+    "Samples",
+    "Site",
+    "labels",
+    "load",
+    "load_backbone",
+    "losses",
+    "metrics",
+    "noise",
+    "perturb",
+    "scores",
+]

@@ -1,0 +1,79 @@
+"""What pmlip asks of a potential."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from ase import Atoms
+from ase.calculators.calculator import Calculator
+from torch import Tensor, nn
+
+from pmlip.injection import Site
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A batch of structures in a backbone's own form."""
+
+    batch: Any  # the backbone's own; nobody else looks inside
+    rows: Mapping[str, Tensor]  # kind of row ("node" always, "edge", "angle", ...) -> system of each row
+    systems: int
+
+
+class Backbone(nn.Module, ABC):
+    """A potential behind one interface. `tests/contract.py` says what every backbone must satisfy.
+
+    Each file in this folder has a subclass of this and a function
+    `load(variant, *, weights, device) -> Backbone`; the name of the file is the name of the backbone.
+    """
+
+    name: str  # of the file
+    equivariant: bool  # whether rotating a structure rotates its forces exactly
+    conservative: bool  # whether forces are the gradient of the energy
+
+    def __init__(self, module: nn.Module, variant: str) -> None:
+        super().__init__()
+        self.module = module  # the package's own model
+        self.variant = variant
+
+    @abstractmethod
+    def sites(self) -> Sequence[Site]:
+        """The first linear layer of each message and update MLP, by its name inside `self.module`."""
+
+    @abstractmethod
+    def graph(self, structures: Sequence[Atoms]) -> Graph:
+        """Structures as one batch on the model's device; refuses what the potential cannot take."""
+
+    @abstractmethod
+    def repeat(self, graph: Graph, copies: int) -> Graph:
+        """The whole batch `copies` times, one copy after the other, without building neighbours again."""
+
+    @abstractmethod
+    def forward(self, graph: Graph) -> dict[str, Tensor]:
+        """energy (system,) in double precision, forces (atom, 3), stress (system, 6): eV, Å, ASE's signs.
+
+        Forces that are gradients are part of the autograd graph only where gradients are enabled.
+        """
+
+    @abstractmethod
+    def calculator(self) -> Calculator:
+        """The package's own ASE calculator for this model."""
+
+    @abstractmethod
+    def save(self, path: str | Path) -> None:
+        """Write the model in the package's own file format."""
+
+
+def weights_hash(module: nn.Module) -> str:
+    """A fingerprint of all parameters and buffers: their names, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name, value in sorted(module.state_dict().items()):
+        if isinstance(value, Tensor):
+            value = value.detach().cpu().contiguous()
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.flatten().view(torch.uint8).numpy().tobytes() if value.numel() else b"")
+    return digest.hexdigest()

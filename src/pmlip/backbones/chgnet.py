@@ -1,0 +1,252 @@
+"""CHGNet: energies, forces and stress by autograd; weights inside its wheel.
+
+What is exact for every sample: rotation, translation, permutation, and forces as gradients.
+"""
+
+import contextlib
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import torch
+from ase import Atoms
+from ase.calculators.calculator import Calculator
+from torch import Tensor
+
+from pmlip.backbones.base import Backbone, Graph
+from pmlip.injection import Site
+from pmlip.structures import describe
+
+try:
+    from chgnet.graph import CrystalGraphConverter
+    from chgnet.model import CHGNet
+    from chgnet.model.dynamics import CHGNetCalculator
+    from chgnet.model.model import BatchedGraph
+    from pymatgen.io.ase import AseAtomsAdaptor
+except ImportError as error:
+    raise ImportError("backbone 'chgnet' needs: pip install 'pmlip[chgnet]'") from error
+
+VARIANTS = ("0.3.0", "0.2.0", "r2scan")
+
+
+@dataclass(frozen=True)
+class Batch:
+    numbers: Tensor  # (node,)
+    positions: Tensor  # (node, 3)
+    cell: Tensor  # (system, 3, 3)
+    volume: Tensor  # (system,); NaN for a structure without a cell
+    image: Tensor  # (edge, 3) cell of the neighbour
+    edge: Tensor  # (edge, 2) centre and neighbour, nodes
+    bond_of_edge: Tensor  # (edge,) directed edge -> undirected bond
+    edge_of_bond: Tensor  # (bond,) undirected bond -> one of its two edges
+    angle: Tensor  # (angle, 5) node, bond i, edge i, bond j, edge j
+
+
+class CHGNetBackbone(Backbone):
+    name = "chgnet"
+    equivariant = True
+    conservative = True
+    module: CHGNet
+
+    def __init__(self, module: CHGNet, variant: str) -> None:
+        super().__init__(module, variant)
+        own = module.graph_converter
+        self.converter = CrystalGraphConverter(
+            atom_graph_cutoff=own.atom_graph_cutoff,
+            bond_graph_cutoff=own.bond_graph_cutoff,
+            on_isolated_atoms="ignore",  # `graph` refuses them, and says which
+        )
+
+    def sites(self) -> list[Site]:
+        atom_layers = [f"atom_conv_layers.{i}.twoBody_atom" for i in range(len(self.module.atom_conv_layers))]
+        bond_layers = [f"bond_conv_layers.{i}.twoBody_bond" for i in range(len(self.module.bond_conv_layers))]
+        angle_layers = [f"angle_layers.{i}.twoBody_bond" for i in range(len(self.module.angle_layers))]
+        return [
+            *(Site(f"{block}.mlp_{part}.layers.0", "edge") for block in atom_layers for part in ("core", "gate")),
+            *(Site(f"{block}.mlp_{part}.layers.0", "angle") for block in bond_layers for part in ("core", "gate")),
+            # these MLPs begin with a dropout
+            *(Site(f"{block}.mlp_{part}.layers.1", "angle") for block in angle_layers for part in ("core", "gate")),
+        ]
+
+    def graph(self, structures: Sequence[Atoms]) -> Graph:
+        like = self.module.bond_embedding.weight
+        singles = [self._single(atoms, index) for index, atoms in enumerate(structures)]
+        batch = Batch(**{f.name: torch.cat([getattr(s, f.name) for s in singles]) for f in fields(Batch)})
+        # Indices of the joined batch: each structure's own, moved past those of the structures before it.
+        nodes = _starts([s.numbers for s in singles])
+        edges = _starts([s.edge for s in singles])
+        bonds = _starts([s.edge_of_bond for s in singles])
+        edge_system = _system([s.edge for s in singles])
+        angle_system = _system([s.angle for s in singles])
+        bond_system = _system([s.edge_of_bond for s in singles])
+        steps = torch.stack([nodes, bonds, edges, bonds, edges], dim=1)
+        batch = replace(
+            batch,
+            edge=batch.edge + nodes[edge_system, None],
+            bond_of_edge=batch.bond_of_edge + bonds[edge_system],
+            edge_of_bond=batch.edge_of_bond + edges[bond_system],
+            angle=batch.angle + steps[angle_system],
+        )
+        moved = Batch(
+            **{
+                f.name: value.to(like) if value.is_floating_point() else value.to(like.device)
+                for f in fields(Batch)
+                for value in [getattr(batch, f.name)]
+            }
+        )
+        rows = {"node": _system([s.numbers for s in singles]), "edge": edge_system, "angle": angle_system}
+        return Graph(moved, {kind: index.to(like.device) for kind, index in rows.items()}, len(singles))
+
+    def _single(self, atoms: Atoms, index: int) -> Batch:
+        known = len(self.module.atom_embedding.embedding.weight)
+        if atoms.numbers.min() < 1 or atoms.numbers.max() > known:
+            symbol = next(a.symbol for a in atoms if not 1 <= a.number <= known)
+            raise ValueError(f"{describe(atoms, index)}: CHGNet does not know {symbol}; it knows elements 1 to {known}")
+        has_cell = atoms.cell.rank == 3
+        boxed = Atoms(atoms.numbers, atoms.positions, cell=atoms.cell, pbc=atoms.pbc)
+        if not has_cell:
+            if atoms.pbc.any():
+                raise ValueError(f"{describe(atoms, index)} is periodic along an axis without a cell vector")
+            boxed.set_cell(atoms.positions.max(0) - atoms.positions.min(0) + 1)
+        graph = self.converter(AseAtomsAdaptor.get_structure(boxed))
+        if graph.num_isolated_atoms:
+            lonely = min(set(range(len(atoms))) - set(graph.atom_graph.reshape(-1, 2)[:, 0].tolist()))
+            raise ValueError(
+                f"{describe(atoms, index)}: atom {lonely} ({atoms[lonely].symbol}) has no neighbour within "
+                f"{self.converter.atom_graph_cutoff} Å, and CHGNet cannot take isolated atoms; remove it or "
+                "compress the structure"
+            )
+        return Batch(
+            numbers=graph.atomic_number.long(),
+            positions=torch.from_numpy(boxed.positions),
+            cell=torch.from_numpy(boxed.cell.array)[None],
+            volume=torch.tensor([atoms.cell.volume if has_cell else torch.nan], dtype=torch.float64),
+            image=graph.neighbor_image,
+            edge=graph.atom_graph.long(),
+            bond_of_edge=graph.directed2undirected.long(),
+            edge_of_bond=graph.undirected2directed.long(),
+            angle=graph.bond_graph.long().reshape(-1, 5),
+        )
+
+    def repeat(self, graph: Graph, copies: int) -> Graph:
+        batch: Batch = graph.batch
+        repeated = Batch(
+            **{
+                f.name: value.repeat(copies, *[1] * (value.dim() - 1))
+                for f in fields(Batch)
+                for value in [getattr(batch, f.name)]
+            }
+        )
+        nodes, edges, bonds = len(batch.numbers), len(batch.edge), len(batch.edge_of_bond)
+        steps = batch.angle.new_tensor([nodes, bonds, edges, bonds, edges])
+
+        def copy_of(rows: Tensor) -> Tensor:
+            return torch.arange(copies, device=rows.device).repeat_interleave(len(rows))
+
+        repeated = replace(
+            repeated,
+            edge=repeated.edge + nodes * copy_of(batch.edge)[:, None],
+            bond_of_edge=repeated.bond_of_edge + bonds * copy_of(batch.bond_of_edge),
+            edge_of_bond=repeated.edge_of_bond + edges * copy_of(batch.edge_of_bond),
+            angle=repeated.angle + steps * copy_of(batch.angle)[:, None],
+        )
+        rows = {kind: index.repeat(copies) + graph.systems * copy_of(index) for kind, index in graph.rows.items()}
+        return Graph(repeated, rows, graph.systems * copies)
+
+    def forward(self, graph: Graph) -> dict[str, Tensor]:
+        batch: Batch = graph.batch
+        differentiable = torch.is_grad_enabled()
+        with torch.enable_grad():
+            positions = batch.positions.detach().requires_grad_()
+            strain = torch.zeros_like(batch.cell).requires_grad_()
+            energy = self._energy(graph, positions, strain)
+            position_gradient, strain_gradient = torch.autograd.grad(
+                energy.sum(), [positions, strain], create_graph=differentiable
+            )
+            stress = strain_gradient / batch.volume[:, None, None]
+            voigt = (stress + stress.mT).flatten(1)[:, [0, 4, 8, 5, 2, 1]] / 2
+        outputs = {"energy": energy, "forces": -position_gradient, "stress": voigt}
+        return outputs if differentiable else {name: value.detach() for name, value in outputs.items()}
+
+    def _energy(self, graph: Graph, positions: Tensor, strain: Tensor) -> Tensor:
+        batch: Batch = graph.batch
+        module = self.module
+        deformation = torch.eye(3).to(strain) + strain
+        positions = (positions[:, None] @ deformation[graph.rows["node"]])[:, 0]
+        cell = batch.cell @ deformation
+        images = (batch.image[:, None] @ cell[graph.rows["edge"]])[:, 0]
+        # The encoder adds image @ lattice of a single structure; the images are in place already.
+        none = images.new_zeros(1, 3)
+        atom_bases, bond_bases, directions = module.bond_basis_expansion(
+            center=positions[batch.edge[:, 0]],
+            neighbor=positions[batch.edge[:, 1]] + images,
+            undirected2directed=batch.edge_of_bond,
+            image=none,
+            lattice=none.expand(3, 3),
+        )
+        prediction = module._compute(
+            BatchedGraph(
+                atomic_numbers=batch.numbers,
+                bond_bases_ag=atom_bases,
+                bond_bases_bg=bond_bases,
+                angle_bases=module.angle_basis_expansion(directions[batch.angle[:, 2]], directions[batch.angle[:, 4]]),
+                batched_atom_graph=batch.edge,
+                batched_bond_graph=batch.angle[:, [0, 1, 3]],
+                atom_owners=graph.rows["node"],
+                directed2undirected=batch.bond_of_edge,
+                atom_positions=[positions],
+                strains=[strain],
+                volumes=batch.volume,
+            )
+        )
+        energy = prediction["e"].double()
+        if module.is_intensive:
+            energy = energy * prediction["atoms_per_graph"]
+        if module.composition_model is not None:
+            reference = module.composition_model.fc.weight[0].double()
+            energy = energy.index_add(0, graph.rows["node"], reference[batch.numbers - 1])
+        return energy
+
+    def calculator(self) -> Calculator:
+        with _quiet():
+            return CHGNetCalculator(
+                self.module,
+                use_device=str(self.module.bond_embedding.weight.device),
+                on_isolated_atoms="error",
+            )
+
+    def save(self, path: str | Path) -> None:
+        """A file that `CHGNet.from_file` reads."""
+        torch.save({"model": self.module.as_dict()}, path)
+
+
+def load(variant: str = "", *, weights: str | Path | None = None, device: str = "cpu") -> CHGNetBackbone:
+    """CHGNet 0.3.0, or the variant that is named; or a checkpoint written by CHGNet from a local file."""
+    variant = variant or VARIANTS[0]
+    if weights is None and variant not in VARIANTS:
+        raise ValueError(f"unknown CHGNet variant {variant!r}; allowed: {', '.join(VARIANTS)}")
+    with _quiet():
+        if weights is None:
+            module = CHGNet.load(model_name=variant, use_device="cpu", verbose=False)
+        else:
+            state = torch.load(weights, map_location="cpu", weights_only=True)
+            module = CHGNet.from_dict(state["model"])
+    return CHGNetBackbone(module, variant).to(device)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with contextlib.redirect_stdout(io.StringIO()):  # CHGNet prints when it is made
+        yield
+
+
+def _starts(parts: Sequence[Tensor]) -> Tensor:
+    """How many rows lie before each part once they are joined."""
+    lengths = torch.tensor([0, *(len(part) for part in parts[:-1])])
+    return lengths.cumsum(0)
+
+
+def _system(parts: Sequence[Tensor]) -> Tensor:
+    """The index of the part each row of the joined parts comes from."""
+    return torch.repeat_interleave(torch.arange(len(parts)), torch.tensor([len(part) for part in parts]))

@@ -1,0 +1,152 @@
+"""How fast the parts are, each beside its rivals in one run."""
+
+import ctypes
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from pmlip.benchmark.record import environment
+from pmlip.files import write_json
+from pmlip.scores import fair_crps
+
+ENTRIES = 100_000
+SAMPLES = (10, 100, 1000)
+PAIRS = 10**8  # of the double sum that fit into memory: more entries are measured in part and scaled
+SEED = 0
+
+
+def run(only: str | None, out: Path | None, console: Console) -> None:
+    """Measure the parts, print a table for each, and write a result file for each where `out` is given."""
+    if only is not None and only not in PARTS:
+        raise ValueError(f"nothing to measure is called {only!r}; allowed: {', '.join(PARTS)}")
+    for name in PARTS if only is None else [only]:
+        result = PARTS[name](console)
+        if out is not None:
+            write_json(out / f"{name}.json", result)
+            console.print(f"written: {out / f'{name}.json'}")
+
+
+def measure_crps(console: Console) -> dict[str, Any]:
+    """The fair CRPS of 1e5 entries, forward alone and with its gradient."""
+    try:
+        import scoringrules
+    except ImportError as error:
+        raise ImportError("the speed of the CRPS is measured beside scoringrules: pip install scoringrules") from error
+
+    def numba(samples: Tensor, target: Tensor) -> Any:
+        return scoringrules.crps_ensemble(target.numpy(), samples.T.numpy(), estimator="pwm", backend="numba")
+
+    def through_torch(samples: Tensor, target: Tensor) -> Tensor:
+        return scoringrules.crps_ensemble(target, samples.T, estimator="pwm", backend="torch")
+
+    def with_gradient(score: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], None]:
+        def both(samples: Tensor, target: Tensor) -> None:
+            score(samples.requires_grad_(), target).sum().backward()
+            samples.grad = None
+            samples.requires_grad_(False)
+
+        return both
+
+    contestants: dict[str, dict[str, Callable[[Tensor, Tensor], Any]]] = {
+        "forward": {"pmlip": fair_crps, "scoringrules": numba, "double sum": double_sum},
+        "forward + backward": {
+            "pmlip": with_gradient(fair_crps),
+            "scoringrules": with_gradient(through_torch),
+            "double sum": with_gradient(double_sum),
+        },
+    }
+    rows = []
+    for count in SAMPLES:
+        # scoringrules wants the samples last; each gets the layout it is fastest with
+        for task, rivals in contestants.items():
+            for name, function in rivals.items():
+                entries = ENTRIES if name != "double sum" else min(ENTRIES, PAIRS // count**2)
+                generator = torch.Generator().manual_seed(SEED)
+                samples = torch.randn(count, entries, generator=generator)
+                if name == "scoringrules":
+                    samples = samples.T.contiguous().T
+                target = torch.randn(entries, generator=generator)
+                seconds, memory = _cost(lambda f=function, x=samples, y=target: f(x, y))  # type: ignore[misc]
+                scale = ENTRIES / entries
+                rows.append(
+                    {
+                        "samples": count,
+                        "task": task,
+                        "contestant": name,
+                        "seconds": seconds * scale,
+                        "peak_megabytes": memory * scale / 1e6,
+                        "entries_measured": entries,
+                    }
+                )
+    console.print(_table(rows))
+    return {
+        "what": f"fair CRPS of {ENTRIES} single-precision entries; the least of several runs",
+        "seed": SEED,
+        "rows": rows,
+        **environment("scoringrules", "numba"),
+    }
+
+
+def double_sum(samples: Tensor, target: Tensor) -> Tensor:
+    """The fair CRPS as its formula is written: O(K^2) time and memory."""
+    count = len(samples)
+    pairs = (samples[:, None] - samples[None]).abs().sum((0, 1))
+    return (samples - target).abs().mean(0) - pairs / (2 * count * (count - 1))
+
+
+def _cost(work: Callable[[], object]) -> tuple[float, float]:
+    """Least seconds of several runs, and peak bytes above what was held before."""
+    work()
+    best, spent = float("inf"), 0.0
+    while spent < 1.0:
+        began = time.perf_counter()
+        work()
+        seconds = time.perf_counter() - began
+        best, spent = min(best, seconds), spent + seconds
+    return best, _peak_memory(work)
+
+
+def _peak_memory(work: Callable[[], object]) -> float:
+    """Bytes, from the kernel's high-water mark; NaN where there is none (not on Linux)."""
+    reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+    if not reset.exists():
+        return float("nan")
+
+    def kilobytes(field: str) -> int:
+        line = next(line for line in status.read_text().splitlines() if line.startswith(field))
+        return int(line.split()[1])
+
+    ctypes.CDLL(None).malloc_trim(0)  # give back freed memory, or the work would use it unseen
+    before = kilobytes("VmRSS:")
+    reset.write_text("5")
+    work()
+    return 1024.0 * max(0, kilobytes("VmHWM:") - before)
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title=f"Fair CRPS, {ENTRIES} entries: time and peak memory, and how many times ours")
+    for column in ("K", "task", "who", "ms", "× pmlip", "MB", "× pmlip"):
+        table.add_column(column, justify="left" if column in ("task", "who") else "right")
+    for row in rows:
+        ours = next(
+            r for r in rows if r["contestant"] == "pmlip" and (r["samples"], r["task"]) == (row["samples"], row["task"])
+        )
+        table.add_row(
+            str(row["samples"]),
+            row["task"],
+            row["contestant"],
+            f"{1e3 * row['seconds']:.1f}",
+            f"{row['seconds'] / ours['seconds']:.1f}",
+            f"{row['peak_megabytes']:.0f}",
+            f"{row['peak_megabytes'] / ours['peak_megabytes']:.1f}",
+        )
+    return table
+
+
+PARTS: dict[str, Callable[[Console], dict[str, Any]]] = {"crps": measure_crps}

@@ -1,0 +1,93 @@
+"""The file a perturbed model lives in: weights, settings, and what backbone they belong to.
+
+Nothing in a file is executed when it is read (`weights_only=True`), and a file is written whole or not at all.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pmlip.backbones import Backbone, load_backbone, weights_hash
+from pmlip.files import atomic_write
+
+FORMAT_VERSION = 1
+
+
+class CheckpointError(ValueError):
+    """A file that cannot be used, and why."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The backbone a model was made from."""
+
+    name: str  # as `load_backbone` takes it, or the class of a module that has no adapter
+    adapter: bool  # whether `load_backbone` knows it
+    weights: str  # hash of its weights before any training
+
+    @classmethod
+    def of(cls, backbone: nn.Module) -> "Origin":
+        if isinstance(backbone, Backbone):
+            return cls(f"{backbone.name}:{backbone.variant}", True, weights_hash(backbone))
+        kind = type(backbone)
+        return cls(f"{kind.__module__}.{kind.__qualname__}", False, weights_hash(backbone))
+
+    def load(self, *, weights: str | Path | None) -> nn.Module:
+        if not self.adapter:
+            raise CheckpointError(f"the model was made from a {self.name}; hand one in with backbone=...")
+        return load_backbone(self.name, weights=weights)
+
+    def check(self, backbone: nn.Module) -> None:
+        """Refuse a backbone that the weights were not made for."""
+        other = Origin.of(backbone)
+        if other.name != self.name:
+            raise CheckpointError(f"the model was made from {self.name}, not from {other.name}")
+        # Without an adapter the file restores every weight, so only the form of the module matters.
+        if self.adapter and other.weights != self.weights:
+            raise CheckpointError(
+                f"the model was made from {self.name} with weights {self.weights[:12]}, but this backbone has "
+                f"{other.weights[:12]}; pass the checkpoint it came from as weights=..."
+            )
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    origin: Origin
+    settings: Mapping[str, Any]
+    state: Mapping[str, Tensor]
+    versions: Mapping[str, str]  # of pmlip and torch when it was written
+
+
+def write(path: str | Path, *, origin: Origin, settings: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+    content = {
+        "format": "pmlip",
+        "version": FORMAT_VERSION,
+        "origin": asdict(origin),
+        "settings": dict(settings),
+        "state": dict(state),
+        "versions": {"pmlip": version("pmlip"), "torch": str(torch.__version__)},
+    }
+    with atomic_write(path) as file:
+        torch.save(content, file)
+
+
+def read(path: str | Path) -> Checkpoint:
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises a different type for every way a file can be broken
+        raise CheckpointError(f"{path} is damaged or was not written by pmlip") from error
+    if not isinstance(content, dict) or content.get("format") != "pmlip":
+        raise CheckpointError(f"{path} was not written by pmlip")
+    if content["version"] > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format {content['version']}, written by pmlip {content['versions']['pmlip']}; this one "
+            f"reads up to format {FORMAT_VERSION}: pip install --upgrade pmlip"
+        )
+    return Checkpoint(Origin(**content["origin"]), content["settings"], content["state"], content["versions"])

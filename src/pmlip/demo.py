@@ -1,0 +1,137 @@
+"""The demo: CHGNet learns on a few DFT structures how large its own errors are."""
+
+from functools import partial
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import torch
+from ase import Atoms
+from ase.io import read
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from pmlip import losses, metrics, scores
+from pmlip.backbones import load_backbone
+from pmlip.model import Potential, perturb
+from pmlip.noise import draw_for_training
+from pmlip.samples import Samples
+from pmlip.structures import labels
+
+TRAINING = 24  # of the moderately distorted structures; the rest of them are the test
+BATCH, SAMPLES = 4, 4
+TEST_SAMPLES = 32
+LEARNING_RATE = 5e-3
+
+
+def quartz() -> dict[str, list[Atoms]]:
+    """Distorted alpha-quartz with PBE labels (see datasets/silica_pbe): training, test, and strong distortions."""
+    with resources.as_file(resources.files("pmlip") / "data" / "quartz_pbe.extxyz") as file:
+        structures = read(file, index=":")
+    moderate = [atoms for atoms in structures if atoms.info["kind"] == "moderate"]
+    strong = [atoms for atoms in structures if atoms.info["kind"] == "strong"]
+    return {"train": moderate[:TRAINING], "test": moderate[TRAINING:], "strong": strong}
+
+
+def run(out: Path, *, steps: int, seed: int, console: Console) -> None:
+    data = quartz()
+    model = perturb(load_backbone("chgnet"))
+    console.print(
+        f"CHGNet 0.3.0, {len(model.sites)} sites of noise. Its own weights stay as they are; the noise learns from "
+        f"{len(data['train'])} quartz structures with PBE forces."
+    )
+    train_noise(model, data["train"], steps=steps, seed=seed, console=console)
+
+    tests = {"test": data["test"], "strong distortions": data["strong"]}
+    table = Table(title=f"Forces on structures not trained on, K = {TEST_SAMPLES} samples, meV/Å")
+    for column in ("", "error (MAE)", "CRPS", "spread", "RMSE", "spread/skill", "Spearman", "|F| alone"):
+        table.add_column(column, justify="right")
+    points = {}
+    for name, structures in tests.items():
+        samples = model.sample(structures, samples=TEST_SAMPLES, seed=seed)
+        row, points[name] = judge(samples, labels(structures).forces)
+        table.add_row(name, *row)
+    console.print(table)
+    console.print(
+        "CRPS: error of the whole distribution; without a spread it would be the MAE. Spread/skill: 1 is calibrated,\n"
+        "below 1 over-confident. Spearman: does the spread of an atom rank its error? |F| alone: does the size of its "
+        "force?"
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    plot(points, out / "spread-and-error.png")
+    model.save(out / "p-chgnet.pt")
+    console.print(f"picture: {out / 'spread-and-error.png'}\nmodel:   {out / 'p-chgnet.pt'}")
+
+
+def train_noise(model: Potential, structures: list[Atoms], *, steps: int, seed: int, console: Console) -> None:
+    """Train W_z and the noise weights on the fair CRPS of the forces."""
+    parameters = model.noise_parameters()
+    model.requires_grad_(False)
+    for parameter in parameters:
+        parameter.requires_grad_()
+    optimizer = torch.optim.Adam(parameters, lr=LEARNING_RATE)
+    generator = torch.Generator().manual_seed(seed)
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
+    )
+    with bar:
+        task = bar.add_task("training", total=steps)
+        for _ in range(steps):
+            chosen = torch.randperm(len(structures), generator=generator)[:BATCH].tolist()
+            batch = [structures[i] for i in chosen]
+            noise = draw_for_training(SAMPLES, len(batch), model.noise.dim, generator=generator)
+            optimizer.zero_grad()
+            loss = losses.backpropagate(
+                partial(model, model.backbone.graph(batch)),
+                noise,
+                partial(losses.crps_loss, labels=labels(batch), weights={"forces": 1.0}),
+            )
+            optimizer.step()
+            bar.update(task, advance=1, description=f"training, CRPS {1e3 * loss.total:.0f} meV/Å")
+
+
+def judge(samples: Samples, target: torch.Tensor) -> tuple[list[str], tuple[np.ndarray, np.ndarray]]:
+    """A row of the table, and (spread, error) of each atom in eV/Å."""
+    mean, spread = samples.mean.forces.double(), samples.spread.forces.double()
+    error = mean - target
+    atom_error, atom_spread = error.norm(dim=-1).numpy(), spread.norm(dim=-1).numpy()
+    in_meV = [
+        error.abs().mean(),
+        scores.fair_crps(samples.forces.double(), target).mean(),
+        spread.square().mean().sqrt(),
+        error.square().mean().sqrt(),
+    ]
+    ratios = [
+        metrics.spread_skill_ratio(mean, spread, target, samples.count),
+        metrics.spearman(atom_error, atom_spread),
+        metrics.spearman(atom_error, target.norm(dim=-1)),
+    ]
+    return [f"{1e3 * x:.0f}" for x in in_meV] + [f"{x:.2f}" for x in ratios], (atom_spread, atom_error)
+
+
+def plot(points: dict[str, tuple[np.ndarray, np.ndarray]], path: Path) -> None:
+    """Error against spread, atom by atom, with root mean squares in bins of equal count."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as missing:
+        raise ImportError("the picture needs: pip install 'pmlip[report]'") from missing
+    figure = Figure(figsize=(6, 5.2), layout="constrained")
+    axes = figure.add_subplot()
+    for (name, (spread, error)), color in zip(points.items(), ("tab:blue", "tab:orange"), strict=True):
+        axes.scatter(spread, error, s=10, alpha=0.3, color=color, edgecolors="none")
+        bins = np.array_split(np.argsort(spread), 6)
+        means = [[np.sqrt((values[part] ** 2).mean()) for part in bins] for values in (spread, error)]
+        axes.plot(*means, "o-", color=color, label=f"{name}: rms in bins of equal count")
+    low, high = axes.get_xlim()
+    ends = [max(low, 1e-3), max(high, axes.get_ylim()[1])]
+    axes.plot(ends, ends, "k--", lw=1, label="spread = error")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="spread of the force on an atom (eV/Å)",
+        ylabel="error of the force on an atom (eV/Å)",
+        title="CHGNet on quartz: does it know where it is wrong?",
+    )
+    axes.legend(loc="upper left", fontsize=9)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,242 @@
+"""Where noise enters a network: h = W x + b + W_noise z at the first linear layer of a block.
+
+A layer is made noisy by changing its class and giving it one more parameter, `noise_weight`. Its own
+parameters keep their names, so weights of the original still load; and unlike a forward hook, the noise
+survives `deepcopy`, `pickle` and `torch.compile`.
+"""
+
+import difflib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from pmlip.noise import Noise
+
+Envelope = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A layer where noise enters."""
+
+    name: str  # of the layer inside the module, as in `named_modules()`
+    rows: str = "row"  # kind of its rows (node, edge, angle, ...): which system index broadcasts the noise
+    envelope: Envelope | None = None  # factor on the shift, from the layer's input; must pickle
+
+
+Sites = str | Sequence[str | Site] | Callable[[str, nn.Module], bool]
+
+
+def vanish_with_input(x: Tensor) -> Tensor:
+    """Envelope 1 - exp(-16 |x|^2): 0 where the input is 0, and as smooth as the input.
+
+    Radial features carry the cutoff function, and nothing after a radial layer does: it must keep mapping
+    0 to 0, or an atom at the cutoff would still send a message and the energy would jump.
+    """
+    return -torch.expm1(-16 * x.square().sum(-1, keepdim=True))
+
+
+class NoisyLayer(nn.Module):
+    """What the noisy layers share; `noisy_class` mixes a subclass of this with the layer's own class."""
+
+    plain_class: ClassVar[type[nn.Module]]
+    noise_weight: nn.Parameter  # (out, noise), zero at the start
+    noise_source: tuple[Noise]  # in a tuple, so that it is not registered as a part of every layer
+    noise_site: Site
+
+    def perturb(self, noise: Noise, site: Site, out_features: int, like: Tensor) -> None:
+        self.noise_weight = nn.Parameter(like.new_zeros(out_features, noise.dim))
+        self.noise_source = (noise,)
+        self.noise_site = site
+
+    def shift(self, x: Tensor) -> Tensor | None:
+        """W_noise z for every row of the input, times the envelope."""
+        shift = self.noise_source[0].shift(self.noise_weight, self.noise_site.rows)
+        if shift is None:
+            return None
+        if shift.dim() == 2 and len(shift) != len(x):
+            raise ValueError(
+                f"site {self.noise_site.name!r} has {len(x)} rows, "
+                f"but the system index of its {self.noise_site.rows!r} rows has {len(shift)}"
+            )
+        envelope = self.noise_site.envelope
+        return shift if envelope is None else shift * envelope(x)
+
+    def fold(self) -> None:
+        """Become a plain layer again that computes what the draw in force makes of this one."""
+        raise NotImplementedError
+
+    def _unperturb(self) -> tuple[Tensor | None, Site]:
+        """Become the plain layer at z = 0; gives what the noise had added."""
+        site = self.noise_site
+        shift = self.noise_source[0].shift(self.noise_weight.detach(), site.rows)
+        del self.noise_weight, self.noise_source, self.noise_site
+        _become(self, self.plain_class)
+        return (None if shift is None else shift.detach()), site
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        missing_keys: list[str] = args[2]
+        # Weights of the unperturbed original are welcome; a perturbed state must be complete.
+        own = prefix + "noise_weight"
+        if own in missing_keys and not any(key.endswith(".noise_weight") for key in state_dict):
+            missing_keys.remove(own)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # The class is made at run time, so pickle must be told how to make it again.
+        return _new_noisy, (self.plain_class,), self.__getstate__()
+
+
+class NoisyLinear(NoisyLayer):
+    """For `nn.Linear` and its subclasses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        shift = self.shift(x)
+        return out if shift is None else out + shift
+
+    def fold(self) -> None:
+        shift, site = self._unperturb()
+        if shift is None:
+            return
+        if site.envelope is not None:
+            raise ValueError(f"site {site.name!r} has an envelope: its samples are no change of the bias")
+        layer: Any = self  # an nn.Linear again
+        layer.bias = nn.Parameter(shift if layer.bias is None else layer.bias.detach() + shift)
+
+
+class NoisyRadial(NoisyLayer):
+    """For the layers of e3nn's `FullyConnectedNet`: a bare weight matrix with the activation inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _radial(self, x, self.shift(x))
+
+    def fold(self) -> None:
+        shift, site = self._unperturb()
+        if shift is None:
+            return
+        _become(self, ShiftedRadial)
+        self.envelope = site.envelope
+        self.register_buffer("shift", shift)
+
+
+class ShiftedRadial(nn.Module):
+    """One folded sample of a `NoisyRadial`: e3nn's layer has no bias that could hold the shift."""
+
+    shift: Tensor
+    envelope: Envelope | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _radial(self, x, self.shift if self.envelope is None else self.shift * self.envelope(x))
+
+
+def _radial(layer: Any, x: Tensor, shift: Tensor | None) -> Tensor:
+    """e3nn's act(x W / sqrt(h_in var_in)) sqrt(var_out), with the shift added before the activation."""
+    out = x @ (layer.weight / (layer.h_in * layer.var_in) ** 0.5)
+    if shift is not None:
+        out = out + shift
+    if layer.act is not None:
+        out = layer.act(out)
+    return out * layer.var_out**0.5
+
+
+def _is_radial(layer: nn.Module) -> bool:
+    return all(hasattr(layer, name) for name in ("weight", "act", "h_in", "h_out", "var_in", "var_out"))
+
+
+def _is_supported(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear) or _is_radial(layer)
+
+
+def noisy_class(plain: type[nn.Module]) -> type[NoisyLayer]:
+    """The noisy version of a class of layers, always the same one."""
+    if plain not in _NOISY_CLASSES:
+        family = NoisyLinear if issubclass(plain, nn.Linear) else NoisyRadial
+        body = {"plain_class": plain, "__module__": __name__}
+        _NOISY_CLASSES[plain] = type(f"Noisy{plain.__name__}", (family, plain), body)
+    return _NOISY_CLASSES[plain]
+
+
+_NOISY_CLASSES: dict[type[nn.Module], type[NoisyLayer]] = {}
+
+
+def _become(layer: nn.Module, kind: type[nn.Module]) -> None:
+    """Change what a layer is and keep all it holds: its place in the model, its parameters and their names."""
+    object.__setattr__(layer, "__class__", kind)
+
+
+def _new_noisy(plain: type[nn.Module]) -> NoisyLayer:
+    made = noisy_class(plain)
+    return made.__new__(made)
+
+
+def inject(module: nn.Module, noise: Noise, sites: Sequence[Site]) -> None:
+    """Make the layers at `sites` noisy, in place."""
+    for site in sites:
+        layer = module.get_submodule(site.name)
+        weight = next(layer.parameters()).detach()
+        out_features = layer.out_features if isinstance(layer, nn.Linear) else weight.shape[1]
+        _become(layer, noisy_class(type(layer)))
+        assert isinstance(layer, NoisyLayer)
+        layer.perturb(noise, site, out_features, like=weight)
+
+
+def noisy_layers(module: nn.Module) -> Iterator[NoisyLayer]:
+    return (layer for layer in module.modules() if isinstance(layer, NoisyLayer))
+
+
+def find_sites(module: nn.Module, wanted: Sites) -> tuple[Site, ...]:
+    """The sites that names, glob patterns or a function (name, module) -> bool select.
+
+    A selected block that is not itself a linear layer stands for its first linear layer in the order of
+    registration, so an MLP that begins with a norm or a dropout may be named as a whole.
+    """
+    modules = dict(module.named_modules())
+    candidates = [name for name, layer in modules.items() if _is_supported(layer)]
+    if any(isinstance(layer, NoisyLayer) for layer in modules.values()):
+        raise ValueError("this module is perturbed already; perturb the original instead")
+
+    chosen: list[Site] = []
+    if callable(wanted):
+        chosen = [Site(name) for name, layer in modules.items() if wanted(name, layer)]
+        if not chosen:
+            raise ValueError(f"the sites function selected no module; {_suggest('', candidates)}")
+    else:
+        for entry in [wanted] if isinstance(wanted, str | Site) else wanted:
+            site = entry if isinstance(entry, Site) else Site(entry)
+            names = [name for name in modules if name and (name == site.name or fnmatchcase(name, site.name))]
+            if not names:
+                raise ValueError(f"no module matches site {site.name!r}; {_suggest(site.name, candidates)}")
+            chosen += [replace(site, name=name) for name in names]
+    if not chosen:
+        raise ValueError(f"no sites were given; {_suggest('', candidates)}")
+
+    found: dict[str, Site] = {}
+    for site in chosen:
+        name = _first_linear(site.name, modules[site.name])
+        layer = modules[name]
+        envelope = site.envelope or (vanish_with_input if _is_radial(layer) else None)
+        found.setdefault(name, replace(site, name=name, envelope=envelope))
+    return tuple(found.values())
+
+
+def _first_linear(name: str, module: nn.Module) -> str:
+    for inner, layer in module.named_modules():
+        if _is_supported(layer):
+            return ".".join(part for part in (name, inner) if part)
+    raise ValueError(
+        f"site {name!r} ({type(module).__name__}) is not and does not contain a layer that can take noise; "
+        "allowed: nn.Linear and the layers of e3nn's FullyConnectedNet"
+    )
+
+
+def _suggest(name: str, candidates: list[str]) -> str:
+    if not candidates:
+        return "the module has no linear layer at all"
+    close = difflib.get_close_matches(name, candidates, n=8, cutoff=0.4) or candidates[:8]
+    more = f" ... ({len(candidates)} in all)" if len(candidates) > len(close) else ""
+    return f"candidates: {', '.join(close)}{more}"

@@ -1,0 +1,136 @@
+"""The training loss, CRPS(E/N) + CRPS(F) (+ CRPS(stress)): the only place that reduces and weighs."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pmlip.samples import PER_ATOM, Outputs, mean_per_system
+from pmlip.scores import almost_fair_crps
+
+DEFAULT_WEIGHTS: Mapping[str, float] = {"energy": 1.0, "forces": 1.0}
+
+
+class Loss(NamedTuple):
+    total: Tensor  # the weighted sum
+    terms: dict[str, Tensor]  # each term before its weight
+
+
+def crps_loss(
+    samples: Mapping[str, Tensor],
+    labels: Outputs,
+    *,
+    weights: Mapping[str, float] = DEFAULT_WEIGHTS,
+    fairness: float = 1.0,
+) -> Loss:
+    """sum over outputs of weight * CRPS, averaged over the structures that carry the label.
+
+    Energies count per atom; the entries of forces and stress are averaged within their structure. Residuals are
+    formed in double precision before anything else, since single precision cannot hold a total energy. A
+    label that is NaN is missing: its entry leaves both terms of the score, or the spread could grow there unpunished.
+    """
+    check_weights(weights, allowed=samples)
+    terms: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        if weight == 0:
+            continue
+        prediction, label = samples[name], labels[name].to(samples[name].device)
+        if prediction.shape[1:] != label.shape:
+            raise ValueError(
+                f"{name}: samples {tuple(prediction.shape)} do not fit labels {tuple(label.shape)}; "
+                "expected (sample, *label shape)"
+            )
+        if label.isinf().any():
+            raise ValueError(f"a label of {name} is infinite")
+        terms[name] = _mean_crps(name, prediction, label, labels, fairness)
+    total = torch.stack([weights[name] * term for name, term in terms.items()]).sum()
+    if not total.isfinite():
+        bad = [name for name, term in terms.items() if not term.isfinite()]
+        raise ValueError(f"the predicted {' and '.join(bad)} hold a NaN or an infinite value")
+    return Loss(total, terms)
+
+
+def check_weights(weights: Mapping[str, float], *, allowed: Mapping[str, object]) -> None:
+    """Weights must name known outputs, be non-negative, and not all be zero."""
+    for name, weight in weights.items():
+        if name not in allowed:
+            raise ValueError(f"a weight for {name!r}, which is not an output; allowed: {', '.join(allowed)}")
+        if not weight >= 0:
+            raise ValueError(f"the weight of {name} must not be negative, got {weight}")
+    if not any(weights.values()):
+        raise ValueError("all loss weights are zero; at least one must be positive")
+
+
+def _mean_crps(name: str, prediction: Tensor, label: Tensor, labels: Outputs, fairness: float) -> Tensor:
+    present = label.isfinite()
+    residual = torch.where(present, prediction.double() - label, 0.0)
+    system, systems = labels.system.to(label.device), labels.systems
+    if name == "energy":
+        residual = residual / torch.bincount(system, minlength=systems)
+    score = almost_fair_crps(residual, torch.zeros_like(label), fairness=fairness)
+    # mean over the labelled entries of each structure, then over the structures that have any
+    if name in PER_ATOM:
+        mean = mean_per_system(score, system, systems)
+        share = mean_per_system(present.double(), system, systems)
+    else:
+        mean = score.reshape(systems, -1).mean(-1)
+        share = present.double().reshape(systems, -1).mean(-1)
+    labelled = share > 0
+    return torch.where(labelled, mean / share.clamp(min=1e-12), 0.0).sum() / labelled.sum().clamp(min=1)
+
+
+def backpropagate(
+    predict: Callable[[Tensor], Mapping[str, Tensor]],
+    noise: Tensor,
+    loss: Callable[[Mapping[str, Tensor]], Loss],
+    *,
+    chunk: int | None = None,
+) -> Loss:
+    """Add the gradient of `loss(predict(noise))` to the parameters; the loss comes back without its graph.
+
+    noise (sample, ...) is cut along its first axis. With `chunk` samples at a time the memory no longer grows
+    with K, and the gradient stays the same: the samples are first predicted without a graph, which gives
+    dLoss/dprediction; then each chunk is run again and takes its part of that vector back. It costs one more
+    forward pass. Random layers of the backbone (dropout) see the same random numbers in both passes.
+    """
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"a chunk must hold at least 1 sample, got chunk={chunk}")
+    if chunk is None or chunk >= len(noise):
+        joint = loss(predict(noise))
+        joint.total.backward()
+        return _detached(joint)
+
+    parts, states = [], []
+    with torch.no_grad():
+        for piece in noise.split(chunk):
+            states.append(_random_state())
+            parts.append(predict(piece))
+    leaves = {name: torch.cat([part[name].detach() for part in parts]).requires_grad_() for name in parts[0]}
+    value = loss(leaves)
+    value.total.backward()
+    gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    for start, state in zip(range(0, len(noise), chunk), states, strict=True):
+        with torch.random.fork_rng(devices=range(len(state) - 1)):
+            _set_random_state(state)
+            outputs = predict(noise[start : start + chunk])
+        torch.autograd.backward(
+            [outputs[name] for name in gradients],
+            [gradient[start : start + chunk].to(outputs[name]) for name, gradient in gradients.items()],
+        )
+    return _detached(value)
+
+
+def _detached(loss: Loss) -> Loss:
+    return Loss(loss.total.detach(), {name: term.detach() for name, term in loss.terms.items()})
+
+
+def _random_state() -> list[Tensor]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return [torch.random.get_rng_state(), *cuda]
+
+
+def _set_random_state(state: list[Tensor]) -> None:
+    torch.random.set_rng_state(state[0])
+    if len(state) > 1:
+        torch.cuda.set_rng_state_all(state[1:])

@@ -1,0 +1,252 @@
+"""Perturbed models: a module or a potential whose samples are functions."""
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from ase import Atoms
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pmlip import checkpoint, noise
+from pmlip.backbones.base import Backbone, Graph
+from pmlip.chunks import ChunkSize, run_in_chunks
+from pmlip.injection import Site, Sites, find_sites, inject, noisy_layers, vanish_with_input
+from pmlip.samples import Outputs, Samples
+from pmlip.structures import as_structures, describe, system_index
+
+
+class Perturbed(nn.Module):
+    """Any module with noise at its sites: `model(*args, noise=e)` is the sample that e names.
+
+    noise (noise,) is one sample of one system. For a batch, noise (system, noise) with
+    rows={kind: system of each row} for the kinds of rows that the sites name. noise=None is z = 0.
+    """
+
+    def __init__(self, backbone: nn.Module, sites: tuple[Site, ...], noise_dim: int) -> None:
+        super().__init__()
+        self.origin = checkpoint.Origin.of(backbone)
+        self.sites = sites
+        self.noise = noise.Noise(noise_dim).to(next(backbone.parameters()))
+        self.backbone = copy.deepcopy(backbone)
+        inject(self.backbone, self.noise, sites)
+
+    @property
+    def trained(self) -> bool:
+        """Whether any noise weight has left zero."""
+        return any(bool(layer.noise_weight.any()) for layer in noisy_layers(self.backbone))
+
+    def noise_parameters(self) -> list[nn.Parameter]:
+        """W_z and the noise weights of all sites, without the backbone's own parameters."""
+        return [self.noise.mixing, *(layer.noise_weight for layer in noisy_layers(self.backbone))]
+
+    def draw(self, samples: int, *, seed: int = 0, kind: str = "plain") -> Tensor:
+        """The standard normal e of each sample, (sample, noise); see `pmlip.noise.draw` for the kinds."""
+        return noise.draw(samples, self.noise.dim, seed=seed, kind=kind)
+
+    def forward(
+        self,
+        *args: Any,
+        noise: Tensor | None = None,
+        rows: Mapping[str, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        self.noise.force(noise, rows)
+        outputs = self.backbone(*args, **kwargs)
+        self._keep_in_force(outputs)
+        return outputs
+
+    def _keep_in_force(self, outputs: Any) -> None:
+        """When the backward pass of `outputs` begins, put the draw they were made with in force again.
+
+        Activation checkpointing runs layers again then, and another forward pass may have come between.
+        """
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        draw, rows = self.noise.draw, self.noise.rows
+
+        def put_back(_: Tensor) -> None:
+            self.noise.force(draw, rows)
+
+        for output in pytree.tree_leaves(outputs):
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(put_back)
+
+    def fold(self, *, sample: int, seed: int = 0, kind: str = "plain") -> nn.Module:
+        """Sample number `sample` as a plain module of the backbone's own class, with its own state-dict keys.
+
+        A linear layer without a bias gets one, and a layer of e3nn, which has none, stays a small wrapper.
+        """
+        if sample < 0:
+            raise ValueError(f"samples are numbered from 0, got sample={sample}")
+        copied = copy.deepcopy(self)
+        copied.noise.force(copied.draw(sample + 1, seed=seed, kind=kind)[sample])
+        for layer in list(noisy_layers(copied.backbone)):
+            layer.fold()
+        return copied.backbone
+
+    def save(self, path: str | Path) -> None:
+        """Write everything to one file, whole or not at all; `pmlip.load` reads it."""
+        checkpoint.write(
+            path,
+            origin=self.origin,
+            settings={
+                "noise_dim": self.noise.dim,
+                "sites": [
+                    {
+                        "name": site.name,
+                        "rows": site.rows,
+                        "custom_envelope": site.envelope not in (None, vanish_with_input),
+                    }
+                    for site in self.sites
+                ],
+            },
+            state=self.state_dict(),
+        )
+
+
+class Potential(Perturbed):
+    """A perturbed interatomic potential."""
+
+    backbone: Backbone
+
+    def forward(self, graph: Graph, noise: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        """Outputs with the sample axis first, for noise (sample, noise) or (sample, system, noise)."""
+        samples = len(noise)
+        if noise.dim() == 2:
+            noise = noise[:, None].expand(-1, graph.systems, -1)
+        repeated = self.backbone.repeat(graph, samples)
+        outputs = super().forward(repeated, noise=noise.flatten(0, 1), rows=repeated.rows)
+        return {name: value.unflatten(0, (samples, -1)) for name, value in outputs.items()}
+
+    def sample(
+        self,
+        structures: Atoms | Iterable[Atoms],
+        *,
+        samples: int = 16,
+        seed: int = 0,
+        kind: str = "plain",
+        chunk_atoms: int | None = None,
+    ) -> Samples:
+        """K samples for each structure. Sample k is the same potential for all of them.
+
+        chunk_atoms: how many atoms (times samples) to put through one pass; found by trial when it is not given.
+        Results come on the CPU.
+        """
+        listed = as_structures(structures)
+        outputs = self._run(listed, self.draw(samples, seed=seed, kind=kind), chunk_atoms)
+        return Samples(outputs, system_index(listed), trained=self.trained)
+
+    def predict(self, structures: Atoms | Iterable[Atoms], *, chunk_atoms: int | None = None) -> Outputs:
+        """The prediction at z = 0: one pass, no spread."""
+        listed = as_structures(structures)
+        outputs = self._run(listed, torch.zeros(1, self.noise.dim), chunk_atoms)
+        return Outputs({name: value[0] for name, value in outputs.items()}, system_index(listed))
+
+    def _run(self, structures: list[Atoms], draws: Tensor, chunk_atoms: int | None) -> dict[str, Tensor]:
+        if chunk_atoms is not None and chunk_atoms < 1:
+            raise ValueError(f"a chunk must hold at least 1 atom, got chunk_atoms={chunk_atoms}")
+        if chunk_atoms is not None:
+            chunk = ChunkSize(chunk_atoms, settled=True)
+        else:
+            chunk = self.__dict__.setdefault("_chunk", ChunkSize())
+
+        def forward(graph: Graph, piece: Tensor) -> dict[str, Tensor]:
+            return {name: value.cpu() for name, value in self(graph, piece).items()}
+
+        with _evaluating(self), torch.no_grad():
+            outputs = run_in_chunks(
+                lambda start, stop: self.backbone.graph(structures[start:stop]),
+                forward,
+                sizes=[len(atoms) for atoms in structures],
+                noise=draws,
+                chunk=chunk,
+            )
+        _refuse_non_finite(outputs, structures)
+        return outputs
+
+    def fold(self, *, sample: int, seed: int = 0, kind: str = "plain") -> Backbone:
+        """Sample number `sample` as an ordinary backbone: its own calculator, its own file format."""
+        folded = super().fold(sample=sample, seed=seed, kind=kind)
+        assert isinstance(folded, Backbone)
+        return folded
+
+
+def perturb(module: nn.Module, *, noise_dim: int = 32, sites: Sites | None = None) -> Any:
+    """A copy of `module` with noise at its sites, computing exactly what the module does until it is trained.
+
+    A backbone from `load_backbone` knows its sites and becomes a `Potential`. Any other module becomes a
+    `Perturbed` and needs `sites`: names, glob patterns, `Site`s, or a function (name, module) -> bool.
+    """
+    if isinstance(module, Perturbed):
+        raise ValueError("this model is perturbed already; perturb its original backbone instead")
+    if isinstance(module, Backbone):
+        found = find_sites(module.module, module.sites() if sites is None else sites)
+        return Potential(module, tuple(replace(s, name=f"module.{s.name}") for s in found), noise_dim)
+    if sites is None:
+        raise ValueError(
+            f"{type(module).__name__} has no adapter, so pmlip cannot know its message and update MLPs; "
+            "name them with sites=..."
+        )
+    return Perturbed(module, find_sites(module, sites), noise_dim)
+
+
+def load(
+    path: str | Path,
+    *,
+    backbone: nn.Module | None = None,
+    sites: Sites | None = None,
+    weights: str | Path | None = None,
+    device: str = "cpu",
+) -> Any:
+    """The model that `save` wrote to `path`, on the device asked for.
+
+    A pretrained potential is found again by its name (with `weights` where it came from a local file); any
+    other module must be handed in as `backbone`, and its `sites` too if they had envelopes.
+    """
+    content = checkpoint.read(path)
+    if backbone is None:
+        backbone = content.origin.load(weights=weights)
+    content.origin.check(backbone)
+    if sites is None:
+        stored = content.settings["sites"]
+        if any(site["custom_envelope"] for site in stored):
+            raise checkpoint.CheckpointError(f"{path} was made with envelopes of its own; pass sites=... again")
+        sites = [Site(site["name"], site["rows"]) for site in stored]
+    kind = Potential if isinstance(backbone, Backbone) else Perturbed
+    model = kind(backbone, find_sites(backbone, sites), content.settings["noise_dim"])
+    try:
+        model.load_state_dict(content.state)
+    except RuntimeError as error:
+        raise checkpoint.CheckpointError(f"the weights in {path} do not fit this backbone: {error}") from error
+    return model.to(device)
+
+
+@contextlib.contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; each submodule's own mode again afterwards."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def _refuse_non_finite(outputs: Mapping[str, Tensor], structures: list[Atoms]) -> None:
+    # the stress of a structure without a cell is NaN by definition
+    system = system_index(structures)
+    for name, where in (("energy", torch.arange(len(structures))), ("forces", system)):
+        bad = (~outputs[name].isfinite()).nonzero()
+        if len(bad):
+            sample, row = bad[0][:2].tolist()
+            index = int(where[row])
+            raise ValueError(
+                f"{describe(structures[index], index)}: the predicted {name} of sample {sample} is NaN or "
+                "infinite; are atoms on top of each other, or did the training diverge?"
+            )

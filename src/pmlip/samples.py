@@ -1,0 +1,100 @@
+"""What a model gives: named outputs of a batch of structures, once or K times."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+PER_ATOM = ("forces", "positions")  # outputs with one row per atom; all others have one row per system
+
+
+@dataclass(frozen=True, eq=False)
+class Outputs(Mapping[str, Tensor]):
+    """Named outputs of a batch: energy (system,) eV; forces (atom, 3) eV/Å; stress (system, 6) eV/Å^3, Voigt.
+
+    Read as a mapping, `outputs["forces"]`, or by attribute, `outputs.forces`. The stress of a structure
+    without a cell is NaN.
+    """
+
+    named: Mapping[str, Tensor]
+    system: Tensor = field(repr=False)  # (atom,) index of the system each atom belongs to
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.named:
+            raise KeyError(f"no output {name!r}; there are: {', '.join(self.named)}")
+        return self.named[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.named)
+
+    def __len__(self) -> int:
+        return len(self.named)
+
+    @property
+    def systems(self) -> int:
+        return int(self.system[-1]) + 1
+
+    @property
+    def atoms_per_system(self) -> Tensor:  # (system,)
+        return torch.bincount(self.system)
+
+    @property
+    def energy(self) -> Tensor:
+        return self["energy"]
+
+    @property
+    def forces(self) -> Tensor:
+        return self["forces"]
+
+    @property
+    def stress(self) -> Tensor:
+        return self["stress"]
+
+    @property
+    def positions(self) -> Tensor:
+        return self["positions"]
+
+
+@dataclass(frozen=True, eq=False)
+class Samples(Outputs):
+    """K samples: the same outputs with the sample axis first, energy (sample, system) and so on."""
+
+    trained: bool = True  # False while the noise weights are all zero: then there is no spread to speak of
+
+    @property
+    def count(self) -> int:
+        return len(next(iter(self.named.values())))
+
+    @property
+    def mean(self) -> Outputs:
+        """The mean over samples."""
+        return Outputs({name: value.mean(0) for name, value in self.items()}, self.system)
+
+    @property
+    def spread(self) -> Outputs:
+        """The standard deviation over samples (ddof = 1), entry by entry."""
+        if self.count < 2:
+            raise ValueError(f"a spread needs at least 2 samples, got samples={self.count}")
+        if not self.trained:
+            raise ValueError(
+                "the noise of this model was never trained (its noise weights are all zero), so its samples "
+                "say nothing about its uncertainty; fine-tune it first, or use `predict`"
+            )
+        return Outputs({name: value.std(0) for name, value in self.items()}, self.system)
+
+    def subset(self, samples: int) -> "Samples":
+        """The first `samples` samples."""
+        return Samples({name: value[:samples] for name, value in self.items()}, self.system, trained=self.trained)
+
+
+def mean_per_system(values: Tensor, system: Tensor, systems: int) -> Tensor:
+    """Mean of a per-atom quantity (..., atom, component) over the entries of each system: (..., system)."""
+    entries = values.mean(-1)
+    total = entries.new_zeros(*entries.shape[:-1], systems).index_add_(-1, system, entries)
+    return total / torch.bincount(system, minlength=systems)
+
+
+def join(parts: Sequence[Mapping[str, Tensor]], *, axis: int) -> dict[str, Tensor]:
+    """Named outputs joined along an axis: 0 for further samples, 1 for further systems."""
+    return {name: torch.cat([part[name] for part in parts], dim=axis) for name in parts[0]}

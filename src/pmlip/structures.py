@@ -1,0 +1,62 @@
+"""Structures at the door: ASE Atoms in, checked, and their labels as tensors."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from ase import Atoms
+from ase.stress import full_3x3_to_voigt_6_stress
+
+from pmlip.samples import Outputs
+
+
+def as_structures(structures: Atoms | Iterable[Atoms]) -> list[Atoms]:
+    """One structure or many, as a list; what cannot be a structure is refused here."""
+    listed = [structures] if isinstance(structures, Atoms) else list(structures)
+    if not listed:
+        raise ValueError("no structures were given: the list is empty")
+    for index, atoms in enumerate(listed):
+        if not isinstance(atoms, Atoms):
+            raise TypeError(f"structure {index} is a {type(atoms).__name__}; structures must be ase.Atoms")
+        if len(atoms) == 0:
+            raise ValueError(f"structure {index} has no atoms")
+        if not np.isfinite(atoms.positions).all() or not np.isfinite(atoms.cell.array).all():
+            raise ValueError(f"{describe(atoms, index)} has a position or cell vector that is NaN or infinite")
+    return listed
+
+
+def describe(atoms: Atoms, index: int) -> str:
+    return f"structure {index} ({atoms.get_chemical_formula()})"
+
+
+def system_index(structures: Sequence[Atoms]) -> torch.Tensor:
+    """The index of the structure each atom belongs to, (atom,)."""
+    sizes = torch.tensor([len(atoms) for atoms in structures])
+    return torch.repeat_interleave(torch.arange(len(structures)), sizes)
+
+
+def labels(structures: Atoms | Iterable[Atoms]) -> Outputs:
+    """Energy (system,), forces (atom, 3) and stress (system, 6) that the structures carry, in double precision.
+
+    Taken from each structure's calculator results, as ASE's readers leave them there. NaN stands for a label that is
+    not there; a label that is there but is NaN or infinite is an error.
+    """
+    listed = as_structures(structures)
+    energy = np.full(len(listed), np.nan)
+    stress = np.full((len(listed), 6), np.nan)
+    forces = []
+    for index, atoms in enumerate(listed):
+        results = atoms.calc.results if atoms.calc is not None else {}
+        for name, value in results.items():
+            if name in ("energy", "forces", "stress") and not np.isfinite(value).all():
+                raise ValueError(f"{describe(atoms, index)}: its label {name!r} is NaN or infinite")
+        energy[index] = results.get("energy", np.nan)
+        if "stress" in results:
+            given = np.asarray(results["stress"], dtype=float)
+            stress[index] = full_3x3_to_voigt_6_stress(given) if given.shape == (3, 3) else given
+        given = np.asarray(results.get("forces", np.full((len(atoms), 3), np.nan)), dtype=float)
+        if given.shape != (len(atoms), 3):
+            raise ValueError(f"{describe(atoms, index)}: forces must have shape ({len(atoms)}, 3), got {given.shape}")
+        forces.append(given)
+    named = {"energy": energy, "forces": np.concatenate(forces), "stress": stress}
+    return Outputs({name: torch.from_numpy(value) for name, value in named.items()}, system_index(listed))
