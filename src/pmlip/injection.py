@@ -1,8 +1,8 @@
 """Where noise enters a network: h = W x + b + W_noise z at the first linear layer of a block.
 
 A layer is made noisy by changing its class and giving it one more parameter, `noise_weight`. Its own
-parameters keep their names, so weights of the original still load; and unlike a forward hook, the noise
-survives `deepcopy`, `pickle` and `torch.compile`.
+parameters keep their names, so weights of the original still load (strict=False leaves the noise weights alone);
+and unlike a forward hook, the noise survives `deepcopy`, `pickle` and `torch.compile`.
 """
 
 import difflib
@@ -77,14 +77,6 @@ class NoisyLayer(nn.Module):
         del self.noise_weight, self.noise_source, self.noise_site
         _become(self, self.plain_class)
         return (None if shift is None else shift.detach()), site
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        missing_keys: list[str] = args[2]
-        # Weights of the unperturbed original are welcome; a perturbed state must be complete.
-        own = prefix + "noise_weight"
-        if own in missing_keys and not any(key.endswith(".noise_weight") for key in state_dict):
-            missing_keys.remove(own)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The class is made at run time, so pickle must be told how to make it again.

@@ -220,7 +220,7 @@ def bootstrap(
 def _array(values: Array, dtype: type = float) -> np.ndarray:
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu().numpy()
-    array = np.asarray(values, dtype=dtype)
+    array: np.ndarray = np.asarray(values, dtype=dtype)
     if array.size == 0:
         raise ValueError("a metric of no entries: the array is empty")
     if not np.isfinite(array).all():

@@ -17,7 +17,7 @@ from pmlip.backbones.base import Backbone, Graph
 from pmlip.chunks import ChunkSize, run_in_chunks
 from pmlip.injection import Site, Sites, find_sites, inject, noisy_layers, vanish_with_input
 from pmlip.samples import Outputs, Samples
-from pmlip.structures import as_structures, describe, system_index
+from pmlip.structures import StructureError, as_structures, system_index
 
 
 class Perturbed(nn.Module):
@@ -155,12 +155,18 @@ class Potential(Perturbed):
         else:
             chunk = self.__dict__.setdefault("_chunk", ChunkSize())
 
+        def build(start: int, stop: int) -> Graph:
+            try:
+                return self.backbone.graph(structures[start:stop])
+            except StructureError as error:
+                raise error.after(start) from None
+
         def forward(graph: Graph, piece: Tensor) -> dict[str, Tensor]:
             return {name: value.cpu() for name, value in self(graph, piece).items()}
 
         with _evaluating(self), torch.no_grad():
             outputs = run_in_chunks(
-                lambda start, stop: self.backbone.graph(structures[start:stop]),
+                build,
                 forward,
                 sizes=[len(atoms) for atoms in structures],
                 noise=draws,
@@ -246,7 +252,9 @@ def _refuse_non_finite(outputs: Mapping[str, Tensor], structures: list[Atoms]) -
         if len(bad):
             sample, row = bad[0][:2].tolist()
             index = int(where[row])
-            raise ValueError(
-                f"{describe(structures[index], index)}: the predicted {name} of sample {sample} is NaN or "
-                "infinite; are atoms on top of each other, or did the training diverge?"
+            raise StructureError(
+                structures[index],
+                index,
+                f"the predicted {name} of sample {sample} is NaN or infinite; are atoms on top of each other, or did "
+                "the training diverge?",
             )

@@ -10,6 +10,18 @@ from ase.stress import full_3x3_to_voigt_6_stress
 from pmlip.samples import Outputs
 
 
+class StructureError(ValueError):
+    """A structure that cannot be used: which of those given, and why."""
+
+    def __init__(self, atoms: Atoms, index: int, problem: str) -> None:
+        super().__init__(f"structure {index} ({atoms.get_chemical_formula()}): {problem}")
+        self.atoms, self.index, self.problem = atoms, index, problem
+
+    def after(self, start: int) -> "StructureError":
+        """The same for a list in which `start` structures come before those given."""
+        return StructureError(self.atoms, start + self.index, self.problem)
+
+
 def as_structures(structures: Atoms | Iterable[Atoms]) -> list[Atoms]:
     """One structure or many, as a list; what cannot be a structure is refused here."""
     listed = [structures] if isinstance(structures, Atoms) else list(structures)
@@ -19,14 +31,10 @@ def as_structures(structures: Atoms | Iterable[Atoms]) -> list[Atoms]:
         if not isinstance(atoms, Atoms):
             raise TypeError(f"structure {index} is a {type(atoms).__name__}; structures must be ase.Atoms")
         if len(atoms) == 0:
-            raise ValueError(f"structure {index} has no atoms")
+            raise StructureError(atoms, index, "it has no atoms")
         if not np.isfinite(atoms.positions).all() or not np.isfinite(atoms.cell.array).all():
-            raise ValueError(f"{describe(atoms, index)} has a position or cell vector that is NaN or infinite")
+            raise StructureError(atoms, index, "a position or a cell vector is NaN or infinite")
     return listed
-
-
-def describe(atoms: Atoms, index: int) -> str:
-    return f"structure {index} ({atoms.get_chemical_formula()})"
 
 
 def system_index(structures: Sequence[Atoms]) -> torch.Tensor:
@@ -49,14 +57,14 @@ def labels(structures: Atoms | Iterable[Atoms]) -> Outputs:
         results = atoms.calc.results if atoms.calc is not None else {}
         for name, value in results.items():
             if name in ("energy", "forces", "stress") and not np.isfinite(value).all():
-                raise ValueError(f"{describe(atoms, index)}: its label {name!r} is NaN or infinite")
+                raise StructureError(atoms, index, f"its label {name!r} is NaN or infinite")
         energy[index] = results.get("energy", np.nan)
         if "stress" in results:
             given = np.asarray(results["stress"], dtype=float)
             stress[index] = full_3x3_to_voigt_6_stress(given) if given.shape == (3, 3) else given
         given = np.asarray(results.get("forces", np.full((len(atoms), 3), np.nan)), dtype=float)
         if given.shape != (len(atoms), 3):
-            raise ValueError(f"{describe(atoms, index)}: forces must have shape ({len(atoms)}, 3), got {given.shape}")
+            raise StructureError(atoms, index, f"forces must have shape ({len(atoms)}, 3), got {given.shape}")
         forces.append(given)
     named = {"energy": energy, "forces": np.concatenate(forces), "stress": stress}
     return Outputs({name: torch.from_numpy(value) for name, value in named.items()}, system_index(listed))

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from ase import Atoms
 from ase.calculators.calculator import Calculator
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from pmlip.backbones.base import Backbone, Graph
 from pmlip.injection import Site
-from pmlip.structures import describe
+from pmlip.structures import StructureError
 
 try:
     from chgnet.graph import CrystalGraphConverter
@@ -100,22 +101,23 @@ class CHGNetBackbone(Backbone):
 
     def _single(self, atoms: Atoms, index: int) -> Batch:
         known = len(self.module.atom_embedding.embedding.weight)
-        if atoms.numbers.min() < 1 or atoms.numbers.max() > known:
-            symbol = next(a.symbol for a in atoms if not 1 <= a.number <= known)
-            raise ValueError(f"{describe(atoms, index)}: CHGNet does not know {symbol}; it knows elements 1 to {known}")
-        has_cell = atoms.cell.rank == 3
+        for atom in atoms:
+            if not 1 <= atom.number <= known:
+                raise StructureError(atoms, index, f"CHGNet does not know {atom.symbol}, only elements 1 to {known}")
         boxed = Atoms(atoms.numbers, atoms.positions, cell=atoms.cell, pbc=atoms.pbc)
+        has_cell = atoms.cell.rank == 3
         if not has_cell:
             if atoms.pbc.any():
-                raise ValueError(f"{describe(atoms, index)} is periodic along an axis without a cell vector")
-            boxed.set_cell(atoms.positions.max(0) - atoms.positions.min(0) + 1)
+                raise StructureError(atoms, index, "it is periodic along an axis without a cell vector")
+            boxed.set_cell(np.ptp(atoms.positions, axis=0) + 1)  # of no effect but that CHGNet wants one
         graph = self.converter(AseAtomsAdaptor.get_structure(boxed))
-        if graph.num_isolated_atoms:
-            lonely = min(set(range(len(atoms))) - set(graph.atom_graph.reshape(-1, 2)[:, 0].tolist()))
-            raise ValueError(
-                f"{describe(atoms, index)}: atom {lonely} ({atoms[lonely].symbol}) has no neighbour within "
-                f"{self.converter.atom_graph_cutoff} Å, and CHGNet cannot take isolated atoms; remove it or "
-                "compress the structure"
+        edge = graph.atom_graph.long().reshape(-1, 2)
+        if isolated := set(range(len(atoms))) - set(edge[:, 0].tolist()):
+            raise StructureError(
+                atoms,
+                index,
+                f"atom {min(isolated)} ({atoms[min(isolated)].symbol}) has no neighbour within "
+                f"{self.converter.atom_graph_cutoff} Å, and CHGNet cannot take isolated atoms; remove it",
             )
         return Batch(
             numbers=graph.atomic_number.long(),
@@ -123,7 +125,7 @@ class CHGNetBackbone(Backbone):
             cell=torch.from_numpy(boxed.cell.array)[None],
             volume=torch.tensor([atoms.cell.volume if has_cell else torch.nan], dtype=torch.float64),
             image=graph.neighbor_image,
-            edge=graph.atom_graph.long(),
+            edge=edge,
             bond_of_edge=graph.directed2undirected.long(),
             edge_of_bond=graph.undirected2directed.long(),
             angle=graph.bond_graph.long().reshape(-1, 5),

@@ -1,0 +1,26 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from pmlip.injection import noisy_layers
+
+
+@pytest.fixture
+def shared() -> Path:
+    """Real data and weights that are not part of the project; tests that need them skip where they are absent."""
+    folder = Path(os.environ.get("PMLIP_SHARED", Path(__file__).parents[2] / "shared"))
+    if not folder.is_dir():
+        pytest.skip(f"needs the folder of shared data and weights: set PMLIP_SHARED ({folder} is absent)")
+    return folder
+
+
+def randomise_noise(model, *, scale=0.3, seed=0):
+    """Random non-zero noise weights: at the start every property of the noise would hold trivially."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in [model.noise.mixing, *(layer.noise_weight for layer in noisy_layers(model.backbone))]:
+        with torch.no_grad():
+            draw = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(scale * draw / parameter.shape[1] ** 0.5)
+    return model

@@ -1,0 +1,218 @@
+"""What every backbone must satisfy. A test module subclasses `BackboneContract` and says what to test it on.
+
+Noise weights are random and not zero in every test but those about the start.
+"""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from ase import Atoms
+from ase.build import bulk, molecule
+
+import pmlip
+from conftest import randomise_noise
+from pmlip import losses
+
+
+def rotation(seed=0):
+    q, r = np.linalg.qr(np.random.default_rng(seed).normal(size=(3, 3)))
+    q = q * np.sign(np.diag(r))
+    return q * np.linalg.det(q)
+
+
+def rotated(atoms, matrix):
+    turned = atoms.copy()
+    turned.set_cell(atoms.cell.array @ matrix.T)
+    turned.positions = atoms.positions @ matrix.T
+    return turned
+
+
+def pair_across(distance):
+    """Two atoms at this distance, and a third between them so that neither is ever alone."""
+    return Atoms("SiOSi", [[0, 0, 0], [distance / 2, 1.2, 0], [distance, 0, 0]], cell=[30, 30, 30], pbc=True)
+
+
+class BackboneContract:
+    """Subclasses give the fixture `backbone` (class-scoped) and may change what follows."""
+
+    energy_tolerance = 2e-6  # eV per atom; single precision
+    force_tolerance = 2e-4  # eV/Å
+    noise_scale = 0.3  # of the random noise weights
+    cutoffs: tuple[float, ...]  # Å, the distances at which the backbone's graphs change
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model(cls, backbone):
+        return randomise_noise(pmlip.perturb(backbone), scale=cls.noise_scale)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def structures(cls):
+        """One atom in its cell, a molecule without a cell, two crystals."""
+        structures = [bulk("Cu"), molecule("CH3CH2OH"), bulk("NaCl", "rocksalt", a=5.6, cubic=True), bulk("Si")]
+        for seed, atoms in enumerate(structures):
+            atoms.rattle(0.05, seed=seed)
+        return structures
+
+    def assert_same(self, given, expected, atoms):
+        torch.testing.assert_close(given["energy"], expected["energy"], rtol=0, atol=self.energy_tolerance * atoms)
+        torch.testing.assert_close(given["forces"], expected["forces"], rtol=0, atol=self.force_tolerance)
+
+    # the start
+
+    def test_starts_as_the_backbone(self, backbone, structures):
+        start = pmlip.perturb(backbone)
+        with torch.no_grad():
+            plain = backbone(backbone.graph(structures))
+        samples = start.sample(structures, samples=2)
+        for outputs in (start.predict(structures), {name: value[1] for name, value in samples.items()}):
+            self.assert_same(outputs, plain, atoms=8)
+        assert not start.trained
+
+    def test_an_untrained_spread_is_refused(self, backbone, structures):
+        samples = pmlip.perturb(backbone).sample(structures[:1], samples=2)
+        with pytest.raises(ValueError, match="never trained"):
+            _ = samples.spread
+
+    # agreement with the package itself
+
+    def test_agrees_with_its_own_calculator(self, backbone, structures):
+        outputs = pmlip.perturb(backbone).predict(structures)
+        calculator = copy.deepcopy(backbone).calculator()
+        for index, atoms in enumerate(structures):
+            atoms = atoms.copy()
+            if atoms.cell.rank < 3:
+                atoms.center(vacuum=12)
+            atoms.calc = calculator
+            forces = outputs.forces[outputs.system == index].numpy()
+            assert float(outputs.energy[index]) == pytest.approx(
+                float(atoms.get_potential_energy()), abs=self.energy_tolerance * len(atoms)
+            )
+            np.testing.assert_allclose(forces, atoms.get_forces(), atol=self.force_tolerance)
+            if "stress" in outputs and structures[index].cell.rank == 3:
+                np.testing.assert_allclose(outputs.stress[index].numpy(), atoms.get_stress(), atol=1e-5)
+
+    def test_stress_without_a_cell_is_not_a_number(self, model, structures):
+        outputs = model.predict(structures)
+        if "stress" in outputs:
+            no_cell = torch.tensor([atoms.cell.rank < 3 for atoms in structures])
+            assert bool((outputs.stress.isnan().all(-1) == no_cell).all())
+
+    # sample k is one function
+
+    def test_a_sample_does_not_depend_on_batch_or_chunks(self, model, structures):
+        together = model.sample(structures, samples=5)
+        for index, atoms in enumerate(structures):
+            alone = model.sample(atoms, samples=3, chunk_atoms=1)
+            mine = {"energy": together.energy[:3, [index]], "forces": together.forces[:3, together.system == index]}
+            self.assert_same(alone, mine, atoms=len(atoms))
+
+    def test_samples_differ(self, model, structures):
+        spread = model.sample(structures, samples=4).spread
+        assert bool((spread.energy > 10 * self.energy_tolerance).all())
+
+    def test_fold_is_the_sample(self, model, backbone, structures):
+        samples = model.sample(structures, samples=3, seed=7)
+        folded = model.fold(sample=2, seed=7)
+        with torch.no_grad():
+            outputs = folded(folded.graph(structures))
+        self.assert_same(outputs, {"energy": samples.energy[2], "forces": samples.forces[2]}, atoms=8)
+        assert type(folded.module) is type(backbone.module)
+        assert folded.state_dict().keys() == backbone.state_dict().keys()
+
+    def test_save_and_load(self, model, structures, tmp_path):
+        model.save(tmp_path / "model.pt")
+        loaded = pmlip.load(tmp_path / "model.pt")
+        given, expected = loaded.sample(structures, samples=2), model.sample(structures, samples=2)
+        self.assert_same(given, expected, atoms=8)
+
+    # physics
+
+    def test_force_is_minus_the_gradient(self, model, structures):
+        if not model.backbone.conservative:
+            pytest.skip("forces of this backbone are not gradients")
+        double = copy.deepcopy(model).double()
+        atoms, step = structures[2], 1e-4
+        moved = [atoms.copy(), atoms.copy()]
+        moved[0].positions[1, 2] += step
+        moved[1].positions[1, 2] -= step
+        energy = double.sample(moved, samples=2).energy
+        force = double.sample(atoms, samples=2).forces[:, 1, 2]
+        torch.testing.assert_close(force, -(energy[:, 0] - energy[:, 1]) / (2 * step), rtol=1e-5, atol=1e-6)
+
+    def test_stress_is_the_strain_derivative(self, model, structures):
+        if "stress" not in model.predict(structures[2]):
+            pytest.skip("this backbone has no stress")
+        double = copy.deepcopy(model).double()
+        atoms, step = structures[2], 1e-5
+        strained = []
+        for sign in (1, -1):
+            strained.append(atoms.copy())
+            strain = np.eye(3)
+            strain[0, 1] = strain[1, 0] = sign * step / 2
+            strained[-1].set_cell(atoms.cell.array @ strain, scale_atoms=True)
+        energy = double.sample(strained, samples=2).energy
+        shear = (energy[:, 0] - energy[:, 1]) / (2 * step) / atoms.get_volume()
+        torch.testing.assert_close(double.sample(atoms, samples=2).stress[:, 0, 5], shear, rtol=1e-4, atol=1e-7)
+
+    def test_translation_and_permutation(self, model, structures):
+        atoms = structures[2]
+        order = np.random.default_rng(0).permutation(len(atoms))
+        moved = atoms[order]
+        moved.positions += [3.0, -7.0, 11.0]
+        given, expected = model.sample(moved, samples=2), model.sample(atoms, samples=2)
+        self.assert_same(
+            given, {"energy": expected.energy, "forces": expected.forces[:, torch.from_numpy(order)]}, atoms=8
+        )
+
+    def test_rotation_at_fixed_noise(self, model, structures, record_property):
+        matrix = rotation()
+        turned = [rotated(atoms, matrix) for atoms in structures]
+        given, expected = model.sample(turned, samples=3), model.sample(structures, samples=3)
+        forces = expected.forces @ torch.from_numpy(matrix).to(expected.forces).T
+        record_property("rotation_error", float((given.forces - forces).abs().max()))
+        if model.backbone.equivariant:
+            self.assert_same(given, {"energy": expected.energy, "forces": forces}, atoms=8)
+
+    def test_energy_is_continuous_at_the_cutoffs(self, model):
+        double = copy.deepcopy(model).double()
+        for cutoff in self.cutoffs:
+            energy = double.sample([pair_across(cutoff + step) for step in (-1e-6, 1e-6)], samples=3).energy
+            torch.testing.assert_close(energy[:, 0], energy[:, 1], rtol=0, atol=1e-5)
+
+    # training
+
+    def test_two_passes_give_the_joint_gradient(self, model, structures):
+        double = copy.deepcopy(model).double()
+        graph = double.backbone.graph(structures)
+        target = double.predict(structures)
+        label = pmlip.Outputs({"energy": target.energy + 0.1, "forces": target.forces.double() + 0.05}, target.system)
+        noise = torch.randn(4, len(structures), 32, generator=torch.Generator().manual_seed(0))
+        gradients = []
+        for chunk in (None, 1, 3):
+            double.zero_grad()
+            losses.backpropagate(
+                lambda piece: double(graph, piece), noise, lambda out: losses.crps_loss(out, label), chunk=chunk
+            )
+            gradients.append([p.grad.clone() for p in double.parameters() if p.grad is not None])
+        for joint, one, three in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, joint, rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(three, joint, rtol=1e-6, atol=1e-9)
+        assert double.noise.mixing.grad.abs().sum() > 0
+
+    def test_leaves_states_as_they_were(self, backbone, model, structures):
+        before = {name: value.clone() for name, value in backbone.state_dict().items()}
+        dtype, threads, random = torch.get_default_dtype(), torch.get_num_threads(), torch.random.get_rng_state()
+        trained = copy.deepcopy(model)
+        trained.train()
+        part = next(iter(trained.backbone.children()))
+        part.eval()
+        trained.sample(structures, samples=2)
+        assert trained.training
+        assert not part.training
+        assert torch.get_default_dtype() == dtype
+        assert torch.get_num_threads() == threads
+        assert bool((torch.random.get_rng_state() == random).all())
+        assert all(torch.equal(before[name], value) for name, value in backbone.state_dict().items())

@@ -1,0 +1,59 @@
+"""CHGNet with the weights in its wheel."""
+
+import pytest
+import torch
+from ase import Atoms
+from ase.build import bulk
+
+import pmlip
+from contract import BackboneContract
+
+pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
+
+
+@pytest.fixture(scope="class")
+def backbone():
+    return pmlip.load_backbone("chgnet")
+
+
+class TestContract(BackboneContract):
+    noise_scale = 0.1
+    cutoffs = (3.0, 6.0)
+
+
+def test_sites_are_the_first_layers_of_all_message_mlps(backbone):
+    model = pmlip.perturb(backbone)
+    assert len(model.sites) == 20  # 4 atom, 3 bond and 3 angle layers, each with a core and a gate
+    assert {site.rows for site in model.sites} == {"edge", "angle"}
+    assert sum(p.numel() for p in model.noise_parameters()) == 20 * 64 * 32 + 32 * 32
+
+
+def test_a_sample_in_its_own_file_format(backbone, tmp_path):
+    from chgnet.model import CHGNet
+
+    model = pmlip.perturb(backbone)
+    model.fold(sample=0).save(tmp_path / "sample.pth.tar")
+    assert CHGNet.from_file(str(tmp_path / "sample.pth.tar")).state_dict().keys() == backbone.module.state_dict().keys()
+    again = pmlip.load_backbone("chgnet", weights=tmp_path / "sample.pth.tar")
+    assert torch.equal(again.module.mlp.layers[0].weight, backbone.module.mlp.layers[0].weight)
+
+
+def test_isolated_atoms_are_refused_by_name(backbone):
+    lonely = Atoms("SiO", [[0, 0, 0], [9, 0, 0]], cell=[30, 30, 30], pbc=True)
+    with pytest.raises(ValueError, match=r"structure 1 \(OSi\): atom 0 \(Si\) has no neighbour within 6"):
+        pmlip.perturb(backbone).predict([bulk("Si"), lonely])
+
+
+def test_unknown_elements_are_refused_by_name(backbone):
+    with pytest.raises(ValueError, match="does not know Cm"):
+        pmlip.perturb(backbone).predict(bulk("Cm", "fcc", a=5))
+
+
+def test_periodic_axis_without_a_cell_vector_is_refused(backbone):
+    with pytest.raises(ValueError, match="periodic along an axis without a cell vector"):
+        pmlip.perturb(backbone).predict(Atoms("H2", [[0, 0, 0], [0, 0, 0.7]], pbc=True))
+
+
+def test_unknown_variant_is_refused():
+    with pytest.raises(ValueError, match=r"allowed: 0.3.0, 0.2.0, r2scan"):
+        pmlip.load_backbone("chgnet:0.9")

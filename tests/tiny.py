@@ -1,0 +1,108 @@
+"""A small E(3)-equivariant potential with an adapter: real message passing that tests can run in double precision."""
+
+import torch
+from ase.calculators.calculator import Calculator, all_changes
+from torch import nn
+
+from pmlip.backbones.base import Backbone, Graph
+from pmlip.injection import Site
+from pmlip.structures import system_index
+
+CUTOFF = 4.0
+
+
+class TinyNetwork(nn.Module):
+    """Two layers of messages over distances; forces as sums of edge vectors times scalars, so not conservative."""
+
+    def __init__(self, width=8, first=lambda inputs, width: nn.Linear(inputs, width)):
+        super().__init__()
+        self.embedding = nn.Embedding(100, width)
+        self.message = nn.ModuleList(nn.Sequential(first(2 * width + 1, width), nn.SiLU()) for _ in range(2))
+        self.update = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(2 * width), nn.Linear(2 * width, width), nn.SiLU(), nn.Linear(width, width))
+            for _ in range(2)
+        )
+        self.energy = nn.Linear(width, 1)
+        self.force = nn.Linear(width, 1)
+
+    def forward(self, numbers, positions, edge, system, systems):
+        sender, receiver = edge
+        vector = positions[receiver] - positions[sender]
+        square = vector.square().sum(-1, keepdim=True)
+        envelope = (1 - square / CUTOFF**2).clamp(min=0).square()
+        h = self.embedding(numbers)
+        for message, update in zip(self.message, self.update, strict=True):
+            m = message(torch.cat([h[sender], h[receiver], square], -1)) * envelope
+            h = h + update(torch.cat([h, torch.zeros_like(h).index_add(0, receiver, m)], -1))
+        energy = h.new_zeros(systems).index_add(0, system, self.energy(h)[:, 0])
+        forces = torch.zeros_like(positions).index_add(0, receiver, vector * self.force(m))
+        return energy, forces
+
+
+class TinyBackbone(Backbone):
+    name = "tiny"
+    equivariant = True
+    conservative = False
+
+    def sites(self):
+        return [
+            *(Site(f"message.{i}", "edge") for i in range(2)),
+            *(Site(f"update.{i}", "node") for i in range(2)),
+        ]
+
+    def graph(self, structures):
+        like = self.module.energy.weight
+        edges, start = [], 0
+        for atoms in structures:
+            close = torch.from_numpy(atoms.get_all_distances()) < CUTOFF
+            edges.append((close & ~torch.eye(len(atoms), dtype=torch.bool)).nonzero().T + start)
+            start += len(atoms)
+        system = system_index(structures)
+        edge = torch.cat(edges, 1)
+        batch = {
+            "numbers": torch.cat([torch.tensor(atoms.numbers) for atoms in structures]),
+            "positions": torch.cat([torch.tensor(atoms.positions).to(like) for atoms in structures]),
+            "edge": edge,
+        }
+        return Graph(batch, {"node": system, "edge": system[edge[0]]}, len(structures))
+
+    def repeat(self, graph, copies):
+        batch, atoms = graph.batch, len(graph.batch["numbers"])
+        steps = torch.arange(copies)
+        repeated = {
+            "numbers": batch["numbers"].repeat(copies),
+            "positions": batch["positions"].repeat(copies, 1),
+            "edge": torch.cat([batch["edge"] + atoms * k for k in steps], 1),
+        }
+        rows = {kind: torch.cat([index + graph.systems * k for k in steps]) for kind, index in graph.rows.items()}
+        return Graph(repeated, rows, graph.systems * copies)
+
+    def forward(self, graph):
+        energy, forces = self.module(**graph.batch, system=graph.rows["node"], systems=graph.systems)
+        return {"energy": energy.double(), "forces": forces}
+
+    def calculator(self):
+        return TinyCalculator(self)
+
+    def save(self, path):
+        torch.save(self.module.state_dict(), path)
+
+
+class TinyCalculator(Calculator):
+    implemented_properties = ["energy", "forces"]  # noqa: RUF012  ASE declares it like this
+
+    def __init__(self, backbone):
+        super().__init__()
+        self.backbone = backbone
+
+    def calculate(self, atoms=None, properties=("energy",), system_changes=all_changes):
+        super().calculate(atoms, properties, system_changes)
+        with torch.no_grad():
+            outputs = self.backbone(self.backbone.graph([self.atoms]))
+        self.results = {"energy": outputs["energy"].item(), "forces": outputs["forces"].numpy()}
+
+
+def tiny_backbone(*, seed=0, dtype=torch.float64, **options):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return TinyBackbone(TinyNetwork(**options).to(dtype), "test")
