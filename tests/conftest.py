@@ -1,10 +1,15 @@
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
 from pmlip.injection import noisy_layers
+
+# A timing must not decide a test, and a run must not depend on luck.
+hypothesis.settings.register_profile("pmlip", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("pmlip")
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
 import copy
+import os
 import pickle
 
 import pytest
@@ -30,9 +31,9 @@ class CheckpointedMLP(MLP):
     reentrant = False
 
     def forward(self, x):
-        return checkpoint(
-            self.second, checkpoint(self.first, x, use_reentrant=self.reentrant), use_reentrant=self.reentrant
-        )
+        for block in (self.first, self.second):
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
 
 
 def make(kind=MLP, *, noise_dim=4, **options):
@@ -124,7 +125,9 @@ def test_weights_of_the_original_stay_loadable():
     module = MLP().double()
     model = make()
     weights = [layer.noise_weight.clone() for layer in noisy_layers(model)]
-    model.backbone.load_state_dict(module.state_dict())
+    missing, unexpected = model.backbone.load_state_dict(module.state_dict(), strict=False)
+    assert missing == ["first.0.noise_weight", "second.2.noise_weight"]
+    assert not unexpected
     assert torch.equal(model(X), module(X))
     assert all(torch.equal(a, b.noise_weight) for a, b in zip(weights, noisy_layers(model), strict=True))
 
@@ -196,7 +199,8 @@ def _ddp_worker(rank, folder):
     wrapped(X[half], noise=model.draw(2)[rank]).square().mean().backward()
     if rank == 0:
         torch.save([parameter.grad for parameter in model.parameters()], f"{folder}/gradients.pt")
-    torch.distributed.destroy_process_group()
+    torch.distributed.barrier()
+    os._exit(0)  # torch 2.13 can deadlock when it takes a gloo group and its reducer down
 
 
 def test_distributed_data_parallel(tmp_path):
@@ -264,7 +268,7 @@ def test_e3nn_layers_keep_mapping_zero_to_zero():
     _, model = radial(scale=2.0)
     e = model.draw(1)[0]
     shrinking = torch.tensor([1e-1, 1e-2, 1e-3, 0.0], dtype=torch.float64)[:, None] * X[0]
-    messages = model(shrinking, noise=e).norm(dim=-1)
+    messages = model(shrinking, noise=e).detach().norm(dim=-1)
     assert bool((messages.diff() < 0).all())
     assert float(messages[-1]) == 0
 
