@@ -1,0 +1,37 @@
+import json
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from pmlip.benchmark import speed
+from pmlip.cli import app
+
+
+def test_the_crps_table_and_its_result_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(speed, "ENTRIES", 200)
+    monkeypatch.setattr(speed, "SAMPLES", (5, 30))
+    monkeypatch.setattr(speed, "PAIRS", 30 * 30 * 50)
+    monkeypatch.setattr(speed, "SECONDS", 0.0)
+    speed.run("crps", tmp_path, Console(quiet=True))
+    result = json.loads((tmp_path / "crps.json").read_text())
+    assert len(result["rows"]) == 2 * 2 * 3
+    assert all(row["seconds"] > 0 for row in result["rows"])
+    measured = {(row["samples"], row["contestant"]): row["entries_measured"] for row in result["rows"]}
+    assert measured[30, "double sum"] == 50  # the rest is scaled, and said to be
+    assert measured[30, "pmlip"] == 200
+    assert result["versions"]["torch"]
+    assert result["machine"]["cores"]
+
+
+def test_an_unknown_part_is_bad_input():
+    result = CliRunner().invoke(app, ["bench", "speed", "--only", "colour"])
+    assert result.exit_code == 2
+    assert "allowed: crps" in result.output
+
+
+@pytest.mark.parametrize("command", [[], ["bench"], ["bench", "speed"], ["demo"]])
+def test_every_command_explains_itself(command):
+    result = CliRunner().invoke(app, [*command, "--help"])
+    assert result.exit_code == 0
+    assert "Usage" in result.output

@@ -1,0 +1,84 @@
+import pytest
+import torch
+from ase import Atoms
+from ase.build import bulk, molecule
+
+import pmlip
+from conftest import randomise_noise
+from tiny import tiny_backbone
+
+
+@pytest.fixture
+def model():
+    return randomise_noise(pmlip.perturb(tiny_backbone()))
+
+
+ETHANOL, WATER = molecule("CH3CH2OH"), molecule("H2O")
+
+
+def test_samples_have_named_axes(model):
+    out = model.sample([ETHANOL, WATER], samples=4)
+    assert out.energy.shape == (4, 2)
+    assert out.forces.shape == (4, 12, 3)
+    assert out.energy.dtype == torch.float64
+    assert out.system.tolist() == [0] * 9 + [1] * 3
+    point = model.predict(WATER)
+    assert point.energy.shape == (1,)
+    assert point.forces.shape == (3, 3)
+
+
+@pytest.mark.parametrize("kind", ["plain", "orthogonal", "antithetic"])
+def test_more_samples_keep_the_first_ones(model, kind):
+    few, many = (model.sample(ETHANOL, samples=samples, seed=4, kind=kind) for samples in (3, 40))
+    torch.testing.assert_close(many.energy[:3], few.energy, rtol=1e-12, atol=1e-12)
+
+
+def test_predict_is_the_backbone_at_z_zero(model):
+    backbone = tiny_backbone()
+    torch.testing.assert_close(model.predict(WATER).energy, backbone(backbone.graph([WATER]))["energy"].detach())
+
+
+def test_in_training_every_system_may_have_its_own_noise(model):
+    noise = torch.randn(3, 2, 32, dtype=torch.float64)
+    together = model(model.backbone.graph([ETHANOL, WATER]), noise)
+    alone = model(model.backbone.graph([WATER]), noise[:, 1])
+    torch.testing.assert_close(together["energy"][:, 1], alone["energy"][:, 0])
+
+
+def test_training_the_noise_alone_leaves_the_prediction(model):
+    before = model.predict(ETHANOL)
+    with torch.no_grad():
+        for parameter in model.noise_parameters():
+            parameter.add_(1.0)
+    assert torch.equal(model.predict(ETHANOL).forces, before.forces)
+
+
+def test_a_predicted_nan_is_refused_and_named(model):
+    with torch.no_grad():
+        model.backbone.module.embedding.weight[8] = torch.nan
+    with pytest.raises(ValueError, match=r"structure 1 \(H2O\): the predicted energy of sample 0 is NaN"):
+        model.sample([molecule("CH4"), WATER], samples=2)
+
+
+def test_errors_name_the_structure_as_it_was_given_not_as_it_was_chunked(model):
+    chgnet = pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
+    assert chgnet
+    potential = pmlip.perturb(pmlip.load_backbone("chgnet"))
+    lonely = Atoms("SiO", [[0, 0, 0], [9, 0, 0]])
+    with pytest.raises(ValueError, match="structure 3 "):
+        potential.predict([bulk("Si"), bulk("Cu"), bulk("Al"), lonely], chunk_atoms=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda model: model.sample([], samples=2), "the list is empty"),
+        (lambda model: model.sample(WATER, samples=0), "at least 1 sample"),
+        (lambda model: model.sample(WATER, samples=1).spread, "at least 2 samples, got samples=1"),
+        (lambda model: model.sample(WATER, samples=2, chunk_atoms=0), "at least 1 atom, got chunk_atoms=0"),
+        (lambda model: model.sample(WATER, samples=2, kind="sobol"), "unknown kind of draw 'sobol'"),
+    ],
+)
+def test_bad_input_is_refused(model, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(model)

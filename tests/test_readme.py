@@ -1,0 +1,30 @@
+import re
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parents[1]
+SNIPPETS = [
+    pytest.param(file, id=str(file.relative_to(PROJECT)))
+    for file in [PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", *sorted((PROJECT / "docs").glob("*.md"))]
+    if "```python" in file.read_text()
+]
+
+
+@pytest.mark.parametrize("file", SNIPPETS)
+def test_snippets_run(file, tmp_path, monkeypatch):
+    """All Python snippets of a page, one after the other, as a reader would run them."""
+    monkeypatch.chdir(tmp_path)
+    code = "\n".join(re.findall(r"```python\n(.*?)```", file.read_text(), flags=re.DOTALL))
+    exec(compile(code, str(file), "exec"), {"__name__": "snippets"})
+
+
+def test_there_are_snippets():
+    assert SNIPPETS
+
+
+def test_the_readme_names_the_commands_that_ci_runs():
+    readme = (PROJECT / "README.md").read_text()
+    assert "make demo" in readme
+    assert "make test" in readme
+    assert "make test" in (PROJECT / ".ci" / "run").read_text()

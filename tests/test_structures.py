@@ -1,0 +1,70 @@
+import numpy as np
+import pytest
+import torch
+from ase import Atoms
+from ase.build import bulk
+from ase.calculators.singlepoint import SinglePointCalculator
+from ase.io import read, write
+
+from pmlip.structures import StructureError, as_structures, labels
+
+
+def labelled(**results):
+    atoms = bulk("NaCl", "rocksalt", a=5.6)
+    atoms.calc = SinglePointCalculator(atoms, **results)
+    return atoms
+
+
+def test_labels_as_tensors_with_nan_for_what_is_missing():
+    full = labelled(energy=-3.0, forces=np.ones((2, 3)), stress=np.arange(6.0))
+    out = labels([full, bulk("Si")])
+    assert out.energy.dtype == torch.float64
+    assert out.energy[0] == -3
+    assert out.energy[1].isnan()
+    assert out.forces.shape == (4, 3)
+    assert bool(out.forces[2:].isnan().all())
+    assert out.stress[0].tolist() == list(range(6))
+    assert bool(out.stress[1].isnan().all())
+    assert out.system.tolist() == [0, 0, 1, 1]
+
+
+def test_labels_survive_a_file(tmp_path):
+    write(tmp_path / "data.extxyz", labelled(energy=-3.0, forces=np.eye(3)[:2], stress=np.arange(6.0)))
+    out = labels(read(tmp_path / "data.extxyz", index=":"))
+    assert out.energy.tolist() == [-3]
+    assert out.forces.tolist() == np.eye(3)[:2].tolist()
+    assert out.stress[0].tolist() == list(range(6))
+
+
+def test_stress_may_be_a_full_matrix():
+    matrix = np.array([[1.0, 6, 5], [6, 2, 4], [5, 4, 3]])
+    atoms = labelled()
+    atoms.calc.results["stress"] = matrix
+    assert labels(atoms).stress[0].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("structures", "error", "message"),
+    [
+        ([], ValueError, "the list is empty"),
+        ([bulk("Si"), "POSCAR"], TypeError, "structure 1 is a str"),
+        ([bulk("Si"), Atoms()], StructureError, "structure 1 .*no atoms"),
+        (Atoms("H", [[np.nan, 0, 0]]), StructureError, r"structure 0 \(H\): a position or a cell vector is NaN"),
+    ],
+)
+def test_what_cannot_be_a_structure_is_refused(structures, error, message):
+    with pytest.raises(error, match=message):
+        as_structures(structures)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_labels_that_are_not_numbers_are_refused(value):
+    with pytest.raises(StructureError, match=r"structure 1 \(ClNa\): its label 'energy' is NaN or infinite"):
+        labels([labelled(energy=1.0), labelled(energy=value)])
+
+
+def test_forces_of_a_wrong_shape_are_refused():
+    atoms = labelled()
+    atoms.calc.results["forces"] = np.zeros((3, 3))
+    with pytest.raises(StructureError, match=r"forces must have shape \(2, 3\), got \(3, 3\)"):
+        labels(atoms)
