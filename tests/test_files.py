@@ -15,9 +15,14 @@ def test_a_file_appears_only_when_it_is_complete(tmp_path):
 
 def test_an_interrupted_write_leaves_nothing_behind(tmp_path):
     (tmp_path / "file").write_text("old")
-    with pytest.raises(KeyboardInterrupt), atomic_write(tmp_path / "file") as file:
-        file.write(b"half")
-        raise KeyboardInterrupt
+
+    def interrupted():
+        with atomic_write(tmp_path / "file") as file:
+            file.write(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert (tmp_path / "file").read_text() == "old"
     assert os.listdir(tmp_path) == ["file"]  # noqa: PTH208  names alone are wanted
 

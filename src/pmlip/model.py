@@ -5,7 +5,7 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from ase import Atoms
@@ -114,6 +114,10 @@ class Potential(Perturbed):
 
     backbone: Backbone
 
+    def __init__(self, backbone: Backbone, sites: tuple[Site, ...], noise_dim: int) -> None:
+        super().__init__(backbone, sites, noise_dim)
+        self._chunks: dict[torch.device, ChunkSize] = {}  # what has been found out about each device
+
     def forward(self, graph: Graph, noise: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         """Outputs with the sample axis first, for noise (sample, noise) or (sample, system, noise)."""
         samples = len(noise)
@@ -153,7 +157,7 @@ class Potential(Perturbed):
         if chunk_atoms is not None:
             chunk = ChunkSize(chunk_atoms, settled=True)
         else:
-            chunk = self.__dict__.setdefault("_chunk", ChunkSize())
+            chunk = self._chunks.setdefault(self.noise.mixing.device, ChunkSize())
 
         def build(start: int, stop: int) -> Graph:
             try:
@@ -182,7 +186,15 @@ class Potential(Perturbed):
         return folded
 
 
-def perturb(module: nn.Module, *, noise_dim: int = 32, sites: Sites | None = None) -> Any:
+@overload
+def perturb(module: Backbone, *, noise_dim: int = 32, sites: Sites | None = None) -> Potential: ...
+
+
+@overload
+def perturb(module: nn.Module, *, noise_dim: int = 32, sites: Sites | None = None) -> Perturbed: ...
+
+
+def perturb(module: nn.Module, *, noise_dim: int = 32, sites: Sites | None = None) -> Perturbed:
     """A copy of `module` with noise at its sites, computing exactly what the module does until it is trained.
 
     A backbone from `load_backbone` knows its sites and becomes a `Potential`. Any other module becomes a
@@ -191,14 +203,17 @@ def perturb(module: nn.Module, *, noise_dim: int = 32, sites: Sites | None = Non
     if isinstance(module, Perturbed):
         raise ValueError("this model is perturbed already; perturb its original backbone instead")
     if isinstance(module, Backbone):
-        found = find_sites(module.module, module.sites() if sites is None else sites)
-        return Potential(module, tuple(replace(s, name=f"module.{s.name}") for s in found), noise_dim)
-    if sites is None:
+        # an adapter's sites, and those a user names, are named as in the package's own model
+        inside = find_sites(module.module, module.sites() if sites is None else sites)
+        found = tuple(replace(site, name=f"module.{site.name}") for site in inside)
+    elif sites is not None:
+        found = find_sites(module, sites)
+    else:
         raise ValueError(
             f"{type(module).__name__} has no adapter, so pmlip cannot know its message and update MLPs; "
             "name them with sites=..."
         )
-    return Perturbed(module, find_sites(module, sites), noise_dim)
+    return _perturbed(module, found, noise_dim)
 
 
 def load(
@@ -223,13 +238,19 @@ def load(
         if any(site["custom_envelope"] for site in stored):
             raise checkpoint.CheckpointError(f"{path} was made with envelopes of its own; pass sites=... again")
         sites = [Site(site["name"], site["rows"]) for site in stored]
-    kind = Potential if isinstance(backbone, Backbone) else Perturbed
-    model = kind(backbone, find_sites(backbone, sites), content.settings["noise_dim"])
+    model = _perturbed(backbone, find_sites(backbone, sites), content.settings["noise_dim"])
     try:
         model.load_state_dict(content.state)
     except RuntimeError as error:
-        raise checkpoint.CheckpointError(f"the weights in {path} do not fit this backbone: {error}") from error
+        first = str(error).splitlines()[1].strip()
+        raise checkpoint.CheckpointError(f"the weights in {path} do not fit this backbone: {first}") from error
     return model.to(device)
+
+
+def _perturbed(backbone: nn.Module, sites: tuple[Site, ...], noise_dim: int) -> Perturbed:
+    if isinstance(backbone, Backbone):
+        return Potential(backbone, sites, noise_dim)
+    return Perturbed(backbone, sites, noise_dim)
 
 
 @contextlib.contextmanager

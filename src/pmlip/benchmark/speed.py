@@ -134,20 +134,23 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(title=f"Fair CRPS, {ENTRIES} entries: time and peak memory, and how many times ours")
     for column in ("K", "task", "who", "ms", "× pmlip", "MB", "× pmlip"):
         table.add_column(column, justify="left" if column in ("task", "who") else "right")
+    ours = {(row["samples"], row["task"]): row for row in rows if row["contestant"] == "pmlip"}
     for row in rows:
-        ours = next(
-            r for r in rows if r["contestant"] == "pmlip" and (r["samples"], r["task"]) == (row["samples"], row["task"])
-        )
+        own = ours[row["samples"], row["task"]]
         table.add_row(
             str(row["samples"]),
             row["task"],
             row["contestant"],
             f"{1e3 * row['seconds']:.1f}",
-            f"{row['seconds'] / ours['seconds']:.1f}",
+            _times(row["seconds"], own["seconds"]),
             f"{row['peak_megabytes']:.0f}",
-            f"{row['peak_megabytes'] / ours['peak_megabytes']:.1f}",
+            _times(row["peak_megabytes"], own["peak_megabytes"]),
         )
     return table
+
+
+def _times(value: float, own: float) -> str:
+    return f"{value / own:.1f}" if own > 0 else "-"  # memory too little to be seen
 
 
 PARTS: dict[str, Callable[[Console], dict[str, Any]]] = {"crps": measure_crps}
