@@ -14,6 +14,7 @@ from ase.build import bulk, molecule
 import pmlip
 from conftest import randomise_noise
 from pmlip import losses
+from pmlip.structures import system_index
 
 
 def rotation(seed=0):
@@ -50,8 +51,9 @@ class BackboneContract:
     @pytest.fixture(scope="class")
     @classmethod
     def structures(cls):
-        """One atom in its cell, a molecule without a cell, two crystals."""
+        """One atom in its cell, a molecule without a cell, two crystals, and a molecule without any angle."""
         structures = [bulk("Cu"), molecule("CH3CH2OH"), bulk("NaCl", "rocksalt", a=5.6, cubic=True), bulk("Si")]
+        structures.append(molecule("N2"))
         for seed, atoms in enumerate(structures):
             atoms.rattle(0.05, seed=seed)
         return structures
@@ -201,6 +203,21 @@ class BackboneContract:
             torch.testing.assert_close(one, joint, rtol=1e-6, atol=1e-9)
             torch.testing.assert_close(three, joint, rtol=1e-6, atol=1e-9)
         assert double.noise.mixing.grad.abs().sum() > 0
+
+    def test_a_missing_cell_does_not_spoil_the_gradient(self, model, structures):
+        trained = copy.deepcopy(model)
+        outputs = trained(trained.backbone.graph(structures), trained.draw(2))
+        label = pmlip.Outputs(
+            {name: value[0].detach().double() + 0.1 for name, value in outputs.items()}, system_index(structures)
+        )
+        losses.crps_loss(outputs, label, weights=dict.fromkeys(outputs, 1.0)).total.backward()
+        assert all(bool(p.grad.isfinite().all()) for p in trained.parameters() if p.grad is not None)
+
+    def test_noise_is_gone_after_the_call(self, model, structures):
+        plain = model.predict(structures)
+        model.sample(structures, samples=1, seed=3)
+        with torch.no_grad():
+            self.assert_same(model.backbone(model.backbone.graph(structures)), plain, atoms=8)
 
     def test_leaves_states_as_they_were(self, backbone, model, structures):
         before = {name: value.clone() for name, value in backbone.state_dict().items()}

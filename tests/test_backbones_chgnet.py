@@ -3,12 +3,13 @@
 import pytest
 import torch
 from ase import Atoms
-from ase.build import bulk
+from ase.build import bulk, fcc111
 
 import pmlip
 from contract import BackboneContract
 
 pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
+from pmlip.backbones.chgnet import CHGNetBackbone
 
 
 @pytest.fixture(scope="class")
@@ -54,6 +55,23 @@ def test_periodic_axis_without_a_cell_vector_is_refused(backbone):
         pmlip.perturb(backbone).predict(Atoms("H2", [[0, 0, 0], [0, 0, 0.7]], pbc=True))
 
 
+def test_a_slab_may_have_no_third_cell_vector(backbone):
+    slab = fcc111("Cu", (1, 1, 3))
+    boxed = slab.copy()
+    boxed.center(vacuum=20, axis=2)
+    model = pmlip.perturb(backbone)
+    given, expected = model.predict(slab), model.predict(boxed)
+    torch.testing.assert_close(given.energy, expected.energy, rtol=0, atol=1e-5)
+    torch.testing.assert_close(given.forces, expected.forces, rtol=0, atol=1e-4)
+
+
+def test_the_variant_whose_samples_would_depend_on_their_batch_is_refused():
+    from chgnet.model import CHGNet
+
+    with pytest.raises(ValueError, match=r"use 0\.3\.0 or later"):
+        CHGNetBackbone(CHGNet.load(model_name="0.2.0", use_device="cpu", verbose=False), "0.2.0")
+
+
 def test_unknown_variant_is_refused():
-    with pytest.raises(ValueError, match=r"allowed: 0.3.0, 0.2.0, r2scan"):
+    with pytest.raises(ValueError, match=r"allowed: 0.3.0, r2scan"):
         pmlip.load_backbone("chgnet:0.9")

@@ -78,6 +78,20 @@ def test_a_file_that_would_execute_code_is_refused_unopened(file, tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
+def test_an_incomplete_file_is_refused(file):
+    torch.save({"format": "pmlip", "state": {}}, file)
+    with pytest.raises(pmlip.CheckpointError, match="it lacks origin, settings, version, versions"):
+        pmlip.load(file)
+
+
+def test_precision_is_kept(tmp_path):
+    model = randomise_noise(pmlip.perturb(tiny_backbone(dtype=torch.float32).double()))
+    model.save(tmp_path / "model.pt")
+    loaded = pmlip.load(tmp_path / "model.pt", backbone=tiny_backbone(dtype=torch.float32))
+    assert loaded.noise.mixing.dtype == torch.float64
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in model.state_dict().items())
+
+
 def test_a_newer_format_is_refused(file):
     change(file, version=checkpoint.FORMAT_VERSION + 1, versions={"pmlip": "9.0"})
     with pytest.raises(pmlip.CheckpointError, match=r"written by pmlip 9.0; this one reads up to format 1"):
@@ -105,12 +119,13 @@ def test_a_pretrained_backbone_with_other_weights_is_refused(tmp_path):
 
 
 def test_envelopes_of_ones_own_must_be_given_again(tmp_path):
-    sites = [pmlip.Site("0", envelope=nn.Identity())]
-    pmlip.perturb(network(), sites=sites).save(tmp_path / "model.pt")
-    with pytest.raises(pmlip.CheckpointError, match="envelopes of its own; pass sites="):
-        pmlip.load(tmp_path / "model.pt", backbone=network())
-    loaded = pmlip.load(tmp_path / "model.pt", backbone=network(), sites=sites)
-    assert loaded.sites[0].envelope is sites[0].envelope is not vanish_with_input
+    for backbone, name in ((network(), "0"), (tiny_backbone(), "message.0")):
+        sites = [pmlip.Site(name, envelope=nn.Identity())]
+        pmlip.perturb(backbone, sites=sites).save(tmp_path / "model.pt")
+        with pytest.raises(pmlip.CheckpointError, match="envelopes of its own; pass sites="):
+            pmlip.load(tmp_path / "model.pt", backbone=backbone)
+        loaded = pmlip.load(tmp_path / "model.pt", backbone=backbone, sites=sites)
+        assert loaded.sites[0].envelope is sites[0].envelope is not vanish_with_input
 
 
 def test_an_interrupted_save_leaves_the_old_file(model, file, monkeypatch):

@@ -76,17 +76,28 @@ def test_other_errors_pass_through():
         run_in_chunks(lambda start, stop: None, forward, sizes=[1], noise=torch.ones(8, 1), chunk=ChunkSize())
 
 
-def test_a_chunk_doubles_while_that_pays():
+@pytest.mark.parametrize("size", [20, 40, 60, 100, 200])
+def test_a_chunk_grows_while_that_pays(size, monkeypatch):
+    """Where a pass costs the same whatever it holds, all samples end up in one pass, for structures of any size."""
+    machine, clock = Machine([size] * 8, memory=10**9), iter(range(10**6))
+    monkeypatch.setattr("pmlip.chunks.time.perf_counter", lambda: next(clock))
+    run_in_chunks(machine.build, machine.forward, sizes=machine.sizes, noise=torch.ones(32, 1), chunk=ChunkSize())
+    assert machine.passes[-1] >= 32 * size
+
+
+def test_a_chunk_stops_growing_when_it_no_longer_pays():
     """With a fixed cost of 1 s and 0.1 s per atom, an atom of a pass of 256 is only 4 % cheaper than in one of 128."""
     chunk = ChunkSize(64)
     while not chunk.settled:
         chunk.record(chunk.atoms, 1 + 0.1 * chunk.atoms)
     assert chunk.atoms == 128
-    chunk.record(128, 1e-9)
+    chunk.record(1000, 1e-9)
     assert chunk.atoms == 128
 
 
-def test_a_small_pass_tells_nothing():
+def test_a_smaller_pass_tells_nothing():
     chunk = ChunkSize(64)
-    chunk.record(10, 1e-9)
-    assert chunk == ChunkSize(64)
+    chunk.record(64, 1.0)
+    chunk.record(10, 100.0)
+    assert not chunk.settled
+    assert chunk.atoms == 128

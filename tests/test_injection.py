@@ -1,6 +1,7 @@
 import copy
 import os
 import pickle
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -67,7 +68,6 @@ def test_noise_is_a_shift_of_the_bias():
     for layer in noisy_layers(by_hand):
         with torch.no_grad():
             layer.bias += layer.noise_weight @ model.noise.mixing @ e
-    by_hand.first[0].noise_source[0].force(None)
     torch.testing.assert_close(model(X, noise=e), by_hand(X))
     assert not torch.allclose(model(X, noise=e), model(X))
 
@@ -79,6 +79,16 @@ def test_each_system_of_a_batch_gets_its_own_noise():
     together = model(X, noise=e, rows={"row": system})
     for index in range(2):
         torch.testing.assert_close(together[system == index], model(X[system == index], noise=e[index]))
+
+
+def test_axes_between_rows_and_features_share_the_noise_of_their_row():
+    model = make()
+    e, x = model.draw(4), torch.randn(4, 4, 5, dtype=torch.float64)
+    together = model(x, noise=e, rows={"row": torch.arange(4)})
+    for row in range(4):
+        torch.testing.assert_close(together[row], model(x[row], noise=e[row]))
+    leading = model(x[None], noise=e[:3, None].expand(-1, 4, -1), rows={"row": None})  # (sample, system) noise
+    torch.testing.assert_close(leading[2], model(x, noise=e[2]))
 
 
 def test_the_module_handed_in_is_left_untouched():
@@ -164,6 +174,27 @@ def test_compile(part):
         torch.testing.assert_close(given.grad, expected.grad)
 
 
+@dataclass
+class Result:
+    value: torch.Tensor
+
+
+class CheckpointedToDataclass(CheckpointedMLP):
+    def forward(self, x):
+        return Result(super().forward(x))
+
+
+def test_activation_checkpointing_with_outputs_in_a_dataclass():
+    plain, checkpointed = make(), make(CheckpointedToDataclass)
+    e = plain.draw(2)
+    plain(X, noise=e[0]).sum().backward()
+    out = checkpointed(X, noise=e[0]).value
+    checkpointed(X, noise=e[1])
+    out.sum().backward()
+    for given, expected in zip(checkpointed.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(given.grad, expected.grad)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant, monkeypatch):
     """Layers run again in the backward pass with the noise of their own forward pass, whatever ran in between."""
@@ -212,6 +243,19 @@ def test_distributed_data_parallel(tmp_path):
     (sum(halves) / 2).backward()
     for given, parameter in zip(torch.load(tmp_path / "gradients.pt"), model.parameters(), strict=True):
         torch.testing.assert_close(given, parameter.grad)
+
+
+def test_noise_is_gone_after_the_call_and_after_the_backward_pass():
+    model, e = make(), make().draw(1)[0]
+    plain = model(X)
+    assert torch.equal(model.backbone(X), plain)
+    out = model(X, noise=e)
+    assert torch.equal(model.backbone(X), plain)
+    out.sum().backward()
+    assert torch.equal(model.backbone(X), plain)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        model(X[:, :2], noise=e)
+    assert torch.equal(model.backbone(X), plain)
 
 
 # fold
@@ -299,6 +343,8 @@ def test_an_envelope_of_ones_own():
         ("first", ["first.0"]),
         ("second", ["second.2"]),  # past the norm and the dropout
         ("*.4", ["second.4"]),
+        ("first.*", ["first.0", "first.2"]),  # a star stays between two dots, and passes over the activation
+        ("*", ["first.0", "second.2"]),
         (["first.0", "second"], ["first.0", "second.2"]),
         (["first", "first.0"], ["first.0"]),
         (lambda name, module: isinstance(module, nn.Linear), ["first.0", "first.2", "second.2", "second.4"]),

@@ -51,10 +51,13 @@ def test_missing_labels_leave_both_terms():
     assert bool(predicted["forces"].grad[:, 0, 0].any())
 
 
-def test_a_term_without_any_label_is_zero():
+def test_a_term_without_any_label_is_zero_and_a_batch_without_any_is_refused():
     predicted, label = batch()
     label.energy[:] = NAN
     assert float(crps_loss(predicted, label).terms["energy"]) == 0
+    label.forces[:] = NAN
+    with pytest.raises(ValueError, match="no structure of this batch carries a label of energy or forces"):
+        crps_loss(predicted, label)
 
 
 def test_residuals_are_formed_in_double_precision():
@@ -154,6 +157,23 @@ def test_two_passes_hold_the_graph_of_one_chunk_only():
         backpropagate(predict, torch.randn(8, 2, dtype=torch.float64), lambda out: crps_loss(out, label), chunk=chunk)
         most[chunk] = peak
     assert most == {None: 8, 2: 2}
+
+
+def test_two_passes_bear_an_output_that_no_parameter_reaches():
+    weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+    _, label = batch()
+    noise = torch.randn(4, 2, dtype=torch.float64)
+    gradients = []
+    for chunk in (None, 2):
+        weight.grad = None
+        backpropagate(
+            lambda e: {"energy": weight * e, "forces": torch.zeros(len(e), 4, 3, dtype=torch.float64)},
+            noise,
+            lambda out: crps_loss(out, label),
+            chunk=chunk,
+        )
+        gradients.append(weight.grad)
+    torch.testing.assert_close(*gradients)
 
 
 def test_a_chunk_of_nothing_is_refused():

@@ -35,7 +35,9 @@ def test_more_samples_keep_the_first_ones(model, kind):
 
 def test_predict_is_the_backbone_at_z_zero(model):
     backbone = tiny_backbone()
-    torch.testing.assert_close(model.predict(WATER).energy, backbone(backbone.graph([WATER]))["energy"].detach())
+    expected = backbone(backbone.graph([WATER]))["energy"]
+    torch.testing.assert_close(model.predict(WATER).energy, expected.detach())
+    torch.testing.assert_close(model(model.backbone.graph([WATER]))["energy"][0], expected)
 
 
 def test_in_training_every_system_may_have_its_own_noise(model):
@@ -76,6 +78,8 @@ def test_errors_name_the_structure_as_it_was_given_not_as_it_was_chunked(model):
         (lambda model: model.sample(WATER, samples=0), "at least 1 sample"),
         (lambda model: model.sample(WATER, samples=1).spread, "at least 2 samples, got samples=1"),
         (lambda model: model.sample(WATER, samples=2, chunk_atoms=0), "at least 1 atom, got chunk_atoms=0"),
+        (lambda model: model(model.backbone.graph([WATER, WATER]), torch.zeros(2, 5, 32)), r"got \(2, 5, 32\)"),
+        (lambda model: model(model.backbone.graph([WATER]), torch.zeros(32)), r"must have shape \(sample, 32\)"),
         (lambda model: model.sample(WATER, samples=2, kind="sobol"), "unknown kind of draw 'sobol'"),
     ],
 )

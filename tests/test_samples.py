@@ -31,6 +31,9 @@ def test_mean_and_spread_are_those_of_the_samples():
 def test_a_subset_keeps_the_first_samples():
     samples = make()
     assert torch.equal(samples.subset(2).forces, samples.forces[:2])
+    for wrong in (0, 6):
+        with pytest.raises(ValueError, match=f"a subset has 1 to 5, not {wrong}"):
+            samples.subset(wrong)
 
 
 @pytest.mark.parametrize(

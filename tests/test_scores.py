@@ -15,7 +15,7 @@ NUMBERS = st.one_of(st.sampled_from([-1.0, 0.0, 0.5, 2.0]), st.floats(-1e3, 1e3,
 
 @st.composite
 def samples_and_target(draw, least=2):
-    count = draw(st.integers(least, 12))
+    count = draw(st.sampled_from([least, 2, 3, 5, 10, 16, 17, 30]))  # compared pair by pair up to 16, then sorted
     shape = draw(hnp.array_shapes(min_dims=0, max_dims=2, max_side=4))
     x = draw(hnp.arrays(np.float64, (count, *shape), elements=NUMBERS))
     y = draw(hnp.arrays(np.float64, shape, elements=NUMBERS))
@@ -75,14 +75,26 @@ def test_at_the_start_the_spread_term_has_no_gradient():
     torch.testing.assert_close(x.grad, torch.tensor([[-0.2, 0.2, 0.0]]).expand(5, 3))
 
 
-def test_blocks_do_not_show(monkeypatch):
-    x, y = torch.randn(9, 50, requires_grad=True), torch.randn(50)
+@pytest.mark.parametrize("count", [9, 20])
+def test_blocks_do_not_show(count, monkeypatch):
+    x, y = torch.randn(count, 50, requires_grad=True), torch.randn(50)
     whole = fair_crps(x, y)
     (gradient,) = torch.autograd.grad(whole.sum(), x)
-    monkeypatch.setattr("pmlip.scores._BLOCK", 20)
+    monkeypatch.setattr("pmlip.scores._BLOCK", 60)
     parts = fair_crps(x, y)
     torch.testing.assert_close(parts, whole)
     torch.testing.assert_close(torch.autograd.grad(parts.sum(), x)[0], gradient)
+
+
+@pytest.mark.parametrize("count", [10, 100, 1000])
+def test_an_offset_does_not_cost_digits(count):
+    """Single precision near 1e4 with a spread of 0.05: the score of the very same numbers in double precision."""
+    generator = torch.Generator().manual_seed(0)
+    x = (1e4 + 0.05 * torch.randn(count, 50, generator=generator)).requires_grad_()
+    y = 1e4 + 0.05 * torch.randn(50, generator=generator)
+    exact = fair_crps(x.detach().double(), y.double())
+    torch.testing.assert_close(fair_crps(x.detach(), y).double(), exact, rtol=0, atol=1e-6)
+    torch.testing.assert_close(fair_crps(x, y).double(), exact, rtol=0, atol=1e-6)
 
 
 def test_half_precision_is_scored_in_single():
@@ -121,6 +133,11 @@ def test_shapes_that_do_not_fit_are_refused(samples, target, message):
     for score in (fair_crps, energy_score):
         with pytest.raises(ValueError, match=message):
             score(samples, target)
+
+
+def test_the_energy_score_of_scalars_is_refused():
+    with pytest.raises(ValueError, match="one of vectors"):
+        energy_score(torch.randn(5), torch.tensor(0.0))
 
 
 def test_fairness_outside_its_range_is_refused():

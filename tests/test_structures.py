@@ -3,6 +3,7 @@ import pytest
 import torch
 from ase import Atoms
 from ase.build import bulk
+from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import read, write
 
@@ -61,6 +62,21 @@ def test_what_cannot_be_a_structure_is_refused(structures, error, message):
 def test_labels_that_are_not_numbers_are_refused(value):
     with pytest.raises(StructureError, match=r"structure 1 \(ClNa\): its label 'energy' is NaN or infinite"):
         labels([labelled(energy=1.0), labelled(energy=value)])
+
+
+def test_labels_of_other_positions_are_refused():
+    """One calculator for many structures holds the results of the last one only."""
+    calculator = EMT()
+    structures = [bulk("Cu"), bulk("Cu", a=3.7)]
+    for atoms in structures:
+        atoms.calc = calculator
+        atoms.get_forces()
+    with pytest.raises(StructureError, match=r"structure 0 .*belong to other positions or to another structure"):
+        labels(structures)
+    moved = labelled(energy=1.0)
+    moved.rattle(0.1)
+    with pytest.raises(StructureError, match="belong to other positions"):
+        labels(moved)
 
 
 def test_forces_of_a_wrong_shape_are_refused():

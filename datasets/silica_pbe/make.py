@@ -23,11 +23,12 @@ from ase.spacegroup import crystal
 PSEUDOPOTENTIALS = {"Si": "Si.pbe-n-rrkjus_psl.1.0.0.UPF", "O": "O.pbe-n-kjpaw_psl.0.1.UPF"}
 CUTOFF = 50.0  # Ry, wave functions; eight times that for the density
 KPOINTS = (2, 2, 2)
-MODERATE, STRONG = 40, 16  # how many structures of each kind
+COUNT = 56
+STRONG = 0.08  # Å: structures with larger random displacements are the out-of-distribution test
 
 
 def structures() -> list[Atoms]:
-    """Moderate distortions (to learn from and to test on), then strong ones (out of distribution)."""
+    """Alpha-quartz with random strains to 2 % and random displacements of 0.02 to 0.12 Å in each direction."""
     quartz = crystal(
         ["Si", "O"],
         [(0.4697, 0, 1 / 3), (0.4135, 0.2669, 0.2145)],
@@ -35,15 +36,14 @@ def structures() -> list[Atoms]:
         cellpar=[4.913, 4.913, 5.405, 90, 90, 120],
     )
     made = []
-    for index in range(MODERATE + STRONG):
+    for index in range(COUNT):
         random = np.random.default_rng([0, index])
-        strong = index >= MODERATE
-        strain = random.uniform(-1, 1, (3, 3)) * (0.06 if strong else 0.02)
-        rattle = random.uniform(0.15, 0.25) if strong else random.uniform(0.02, 0.12)
+        strain = random.uniform(-1, 1, (3, 3)) * 0.02
+        rattle = random.uniform(0.02, 0.12)
         atoms = Atoms(quartz.symbols, quartz.positions, cell=quartz.cell, pbc=True)
         atoms.set_cell(atoms.cell.array @ (np.eye(3) + (strain + strain.T) / 2), scale_atoms=True)
         atoms.positions += random.normal(scale=rattle, size=atoms.positions.shape)
-        atoms.info |= {"kind": "strong" if strong else "moderate", "rattle": round(float(rattle), 4)}
+        atoms.info |= {"kind": "strong" if rattle > STRONG else "mild", "rattle": round(float(rattle), 4)}
         made.append(atoms)
     return made
 
@@ -71,16 +71,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pseudo", type=Path, help="folder of the SSSP pseudopotentials")
     parser.add_argument("--labels", type=Path, required=True, help="folder with one file per finished label")
+    parser.add_argument("--part", default="0/1", help="I/N: every N-th structure from the I-th, for N jobs at once")
     parser.add_argument("--collect", type=Path, help="write the finished labels into this one file")
     arguments = parser.parse_args()
     if arguments.collect:
         files = sorted(arguments.labels.glob("*.extxyz"))
         write(arguments.collect, [read(file) for file in files], format="extxyz")
-        print(f"{len(files)} of {MODERATE + STRONG} structures -> {arguments.collect}")
+        print(f"{len(files)} of {COUNT} structures -> {arguments.collect}")
         return
     arguments.labels.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"
-    for index, atoms in enumerate(structures()):
+    first, jobs = map(int, arguments.part.split("/"))
+    for index, atoms in list(enumerate(structures()))[first::jobs]:
         file = arguments.labels / f"{index:03d}.extxyz"
         if file.exists():
             continue

@@ -85,6 +85,8 @@ def read(path: str | Path) -> Checkpoint:
         raise CheckpointError(f"{path} is damaged or was not written by pmlip") from error
     if not isinstance(content, dict) or content.get("format") != "pmlip":
         raise CheckpointError(f"{path} was not written by pmlip")
+    if missing := {"version", "origin", "settings", "state", "versions"} - content.keys():
+        raise CheckpointError(f"{path} is incomplete: it lacks {', '.join(sorted(missing))}")
     if content["version"] > FORMAT_VERSION:
         raise CheckpointError(
             f"{path} has format {content['version']}, written by pmlip {content['versions']['pmlip']}; this one "

@@ -20,17 +20,19 @@ class ChunkSize:
 
     atoms: int = 64
     settled: bool = False  # no more doubling
-    _cost: float | None = None  # seconds per atom at half the present size
+    _measured: int = 0  # atoms of the largest pass so far
+    _cost: float = float("inf")  # seconds per atom of that pass
 
     def record(self, atoms: int, seconds: float) -> None:
-        """Learn from a pass; one that filled less than three quarters of the chunk tells nothing."""
-        if self.settled or 4 * atoms < 3 * self.atoms:
+        """Learn from a pass, if it was a good deal larger than those before."""
+        if self.settled or 2 * atoms < 3 * self._measured:
             return
         cost = seconds / atoms
-        if self._cost is not None and cost > 0.95 * self._cost:
-            self.atoms, self.settled = self.atoms // 2, True
+        if cost > 0.95 * self._cost:
+            self.atoms, self.settled = self._measured, True
         else:
-            self.atoms, self._cost = 2 * self.atoms, cost
+            self._measured, self._cost = atoms, cost
+            self.atoms = 2 * max(self.atoms, atoms)
 
     def halve(self, tried: int) -> None:
         """A pass of `tried` atoms ran out of memory."""

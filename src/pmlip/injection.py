@@ -53,16 +53,20 @@ class NoisyLayer(nn.Module):
         self.noise_source = (noise,)
         self.noise_site = site
 
-    def shift(self, x: Tensor) -> Tensor | None:
-        """W_noise z for every row of the input, times the envelope."""
-        shift = self.noise_source[0].shift(self.noise_weight, self.noise_site.rows)
+    def shift(self, x: Tensor, axes: int) -> Tensor | None:
+        """W_noise z for every row of an output with this many axes, times the envelope of the input x."""
+        noise, rows = self.noise_source[0], self.noise_site.rows
+        shift = noise.shift(self.noise_weight, rows)
         if shift is None:
             return None
-        if shift.dim() == 2 and len(shift) != len(x):
-            raise ValueError(
-                f"site {self.noise_site.name!r} has {len(x)} rows, "
-                f"but the system index of its {self.noise_site.rows!r} rows has {len(shift)}"
-            )
+        if shift.dim() > 1:
+            if noise.rows[rows] is not None and len(shift) != len(x):
+                raise ValueError(
+                    f"site {self.noise_site.name!r} has {len(x)} rows, "
+                    f"but the system index of its {rows!r} rows has {len(shift)}"
+                )
+            # axes between the rows and the features share the noise of their row
+            shift = shift.reshape(*shift.shape[:-1], *[1] * (axes - shift.dim()), shift.shape[-1])
         envelope = self.noise_site.envelope
         return shift if envelope is None else shift * envelope(x)
 
@@ -86,9 +90,9 @@ class NoisyLayer(nn.Module):
 class NoisyLinear(NoisyLayer):
     """For `nn.Linear` and its subclasses."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        shift = self.shift(x)
+    def forward(self, *inputs: Tensor) -> Tensor:
+        out: Tensor = super().forward(*inputs)
+        shift = self.shift(inputs[0], out.dim())
         return out if shift is None else out + shift
 
     def fold(self) -> None:
@@ -105,7 +109,7 @@ class NoisyRadial(NoisyLayer):
     """For the layers of e3nn's `FullyConnectedNet`: a bare weight matrix with the activation inside."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _radial(self, x, self.shift(x))
+        return _radial(self, x, self.shift(x, x.dim()))
 
     def fold(self) -> None:
         shift, site = self._unperturb()
@@ -200,7 +204,7 @@ def find_sites(module: nn.Module, wanted: Sites) -> tuple[Site, ...]:
     else:
         for entry in [wanted] if isinstance(wanted, str | Site) else wanted:
             site = entry if isinstance(entry, Site) else Site(entry)
-            names = [name for name in modules if name and (name == site.name or fnmatchcase(name, site.name))]
+            names = [site.name] if site.name in modules else _matching(site.name, candidates, modules)
             if not names:
                 raise ValueError(f"no module matches site {site.name!r}; {_suggest(site.name, candidates)}")
             chosen += [replace(site, name=name) for name in names]
@@ -214,6 +218,14 @@ def find_sites(module: nn.Module, wanted: Sites) -> tuple[Site, ...]:
         envelope = site.envelope or (vanish_with_input if _is_radial(layer) else None)
         found.setdefault(name, replace(site, name=name, envelope=envelope))
     return tuple(found.values())
+
+
+def _matching(pattern: str, candidates: list[str], modules: dict[str, nn.Module]) -> list[str]:
+    """Modules that match a glob pattern, part by part between the dots, and hold a layer that can take noise."""
+    parts = pattern.split(".")
+    fitting = [name for name in modules if len(name.split(".")) == len(parts)]
+    fitting = [name for name in fitting if all(map(fnmatchcase, name.split("."), parts))]
+    return [name for name in fitting if any(inner == name or inner.startswith(f"{name}.") for inner in candidates)]
 
 
 def _first_linear(name: str, module: nn.Module) -> str:

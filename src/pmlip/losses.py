@@ -44,6 +44,8 @@ def crps_loss(
         if label.isinf().any():
             raise ValueError(f"a label of {name} is infinite")
         terms[name] = _mean_crps(name, prediction, label, labels, fairness)
+    if not any(bool(labels[name].isfinite().any()) for name in terms):
+        raise ValueError(f"no structure of this batch carries a label of {' or '.join(terms)}")
     total = torch.stack([weights[name] * term for name, term in terms.items()]).sum()
     if not total.isfinite():
         bad = [name for name, term in terms.items() if not term.isfinite()]
@@ -114,9 +116,10 @@ def backpropagate(
         with torch.random.fork_rng(devices=range(len(state) - 1)):
             _set_random_state(state)
             outputs = predict(noise[start : start + chunk])
+        used = [name for name in gradients if outputs[name].requires_grad]
         torch.autograd.backward(
-            [outputs[name] for name in gradients],
-            [gradient[start : start + chunk].to(outputs[name]) for name, gradient in gradients.items()],
+            [outputs[name] for name in used],
+            [gradients[name][start : start + chunk].to(outputs[name]) for name in used],
         )
     return _detached(value)
 

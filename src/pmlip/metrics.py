@@ -35,6 +35,8 @@ def predictive_sigma(spread: Array, samples: float) -> np.ndarray:
 def spread_skill_ratio(mean: Array, spread: Array, target: Array, samples: float) -> float:
     """SSR = sqrt((K+1)/K) sqrt(mean s^2) / RMSE: 1 if calibrated, below 1 if over-confident (Fortin 2014)."""
     error, sigma = _error_and_sigma(mean, spread, target, samples)
+    if not error.any():
+        raise ValueError("all errors are zero, so the spread has no skill to be compared with")
     return float(np.sqrt((sigma**2).mean() / (error**2).mean()))
 
 
@@ -106,9 +108,9 @@ def miscalibration_area(pit: Array) -> float:
 def ence(mean: Array, spread: Array, target: Array, samples: float, *, bins: int = 10) -> float:
     """Expected normalised calibration error: mean over equal-count bins of sigma of |RMV - RMSE| / RMV.
 
-    Grows about as sqrt(bins) even when calibrated, so it means something only beside `ence_null`.
+    Grows about as sqrt(bins), and at small K, even when calibrated: it means something only beside `ence_null`.
     """
-    error, sigma = (values.ravel() for values in _error_and_sigma(mean, spread, target, samples))
+    error, sigma = (values.ravel() for values in _error_and_positive_sigma(mean, spread, target, samples))
     if not 1 <= bins <= error.size:
         raise ValueError(f"{error.size} entries cannot be put into {bins} bins; give 1 to {error.size}")
     order = np.argsort(sigma)
@@ -118,7 +120,10 @@ def ence(mean: Array, spread: Array, target: Array, samples: float, *, bins: int
 
 
 def ence_null(samples: Array, *, bins: int = 10, repeats: int = 20, seed: int = 0) -> np.ndarray:
-    """ENCE of a calibrated model with this spread, (repeats,): one sample plays the target, K - 1 the model."""
+    """ENCE of a calibrated model with this spread, (repeats,): one sample plays the target, K - 1 the model.
+
+    Compare it with the ENCE of K - 1 samples, which is larger than that of K where K is small.
+    """
     x = _array(samples)
     if len(x) < 3:
         raise ValueError(f"the null of the ENCE needs at least 3 samples, got samples={len(x)}")
@@ -167,13 +172,16 @@ def sparsification(error: Array, spread: Array, *, points: int = 50) -> tuple[np
     error, spread = _array(error).ravel(), _array(spread).ravel()
     _same_shape(error=error, spread=spread)
     squares = error**2
+    # entries of equal spread could come in any order: each counts as the mean of them
+    _, group = np.unique(spread, return_inverse=True)
+    expected = (np.bincount(group, squares) / np.bincount(group))[group]
     kept = np.maximum(1, np.ceil(error.size * (1 - np.arange(points) / points)).astype(int)) - 1
 
-    def curve(order: np.ndarray) -> np.ndarray:
-        running = np.cumsum(squares[order]) / np.arange(1, error.size + 1)
+    def curve(values: np.ndarray) -> np.ndarray:
+        running = np.cumsum(values) / np.arange(1, error.size + 1)
         return np.sqrt(running[kept] / squares.mean())
 
-    return curve(np.argsort(spread, kind="stable")), curve(np.argsort(squares, kind="stable"))
+    return curve(expected[np.argsort(spread)]), curve(np.sort(squares))
 
 
 def ause(error: Array, spread: Array, *, points: int = 50) -> float:
@@ -262,4 +270,6 @@ def _samples_and_target(samples: Array, target: Array) -> tuple[np.ndarray, np.n
 def _ranked(*arrays: Array) -> Sequence[np.ndarray]:
     flat = [_array(array).ravel() for array in arrays]
     _same_shape(**{f"array {i}": array for i, array in enumerate(flat)})
+    if any((array == array[0]).all() for array in flat):
+        raise ValueError("a constant has no rank correlation with anything")
     return [stats.rankdata(array) for array in flat]

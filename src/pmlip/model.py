@@ -3,14 +3,13 @@
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
 import torch
 from ase import Atoms
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pmlip import checkpoint, noise
 from pmlip.backbones.base import Backbone, Graph
@@ -24,7 +23,8 @@ class Perturbed(nn.Module):
     """Any module with noise at its sites: `model(*args, noise=e)` is the sample that e names.
 
     noise (noise,) is one sample of one system. For a batch, noise (system, noise) with
-    rows={kind: system of each row} for the kinds of rows that the sites name. noise=None is z = 0.
+    rows={kind: system of each row} for the kinds of rows that the sites name; None instead of an index says that
+    the leading axes of the layers' inputs are the systems. noise=None is z = 0.
     """
 
     def __init__(self, backbone: nn.Module, sites: tuple[Site, ...], noise_dim: int) -> None:
@@ -33,7 +33,8 @@ class Perturbed(nn.Module):
         self.sites = sites
         self.noise = noise.Noise(noise_dim).to(next(backbone.parameters()))
         self.backbone = copy.deepcopy(backbone)
-        inject(self.backbone, self.noise, sites)
+        # the sites of a potential are named as in its package's own model
+        inject(self.backbone.module if isinstance(self.backbone, Backbone) else self.backbone, self.noise, sites)
 
     @property
     def trained(self) -> bool:
@@ -52,28 +53,30 @@ class Perturbed(nn.Module):
         self,
         *args: Any,
         noise: Tensor | None = None,
-        rows: Mapping[str, Tensor] | None = None,
+        rows: Mapping[str, Tensor | None] | None = None,
         **kwargs: Any,
     ) -> Any:
         self.noise.force(noise, rows)
-        outputs = self.backbone(*args, **kwargs)
-        self._keep_in_force(outputs)
+        try:
+            outputs = self.backbone(*args, **kwargs)
+            if noise is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                self._put_in_force_again(outputs)
+        finally:
+            self.noise.force(None)
         return outputs
 
-    def _keep_in_force(self, outputs: Any) -> None:
-        """When the backward pass of `outputs` begins, put the draw they were made with in force again.
-
-        Activation checkpointing runs layers again then, and another forward pass may have come between.
-        """
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
+    def _put_in_force_again(self, outputs: Any) -> None:
+        """During the backward pass of `outputs` their noise is in force: activation checkpointing runs layers again."""
         draw, rows = self.noise.draw, self.noise.rows
 
         def put_back(_: Tensor) -> None:
             self.noise.force(draw, rows)
+            # the engine's own callback for the end of a backward pass, which DDP relies on too
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(partial(self.noise.force, None))
 
-        for output in pytree.tree_leaves(outputs):
-            if isinstance(output, Tensor) and output.requires_grad:
+        for output in _tensors(outputs):
+            if output.requires_grad:
                 output.register_hook(put_back)
 
     def fold(self, *, sample: int, seed: int = 0, kind: str = "plain") -> nn.Module:
@@ -118,11 +121,17 @@ class Potential(Perturbed):
         super().__init__(backbone, sites, noise_dim)
         self._chunks: dict[torch.device, ChunkSize] = {}  # what has been found out about each device
 
-    def forward(self, graph: Graph, noise: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-        """Outputs with the sample axis first, for noise (sample, noise) or (sample, system, noise)."""
-        samples = len(noise)
+    def forward(self, graph: Graph, noise: Tensor | None = None) -> dict[str, Tensor]:  # type: ignore[override]
+        """Outputs with the sample axis first, for noise (sample, noise) or (sample, system, noise); None: z = 0."""
+        noise = torch.zeros(1, self.noise.dim) if noise is None else noise
         if noise.dim() == 2:
             noise = noise[:, None].expand(-1, graph.systems, -1)
+        if noise.dim() != 3 or noise.shape[1:] != (graph.systems, self.noise.dim):
+            raise ValueError(
+                f"noise for a batch of {graph.systems} must have shape (sample, {self.noise.dim}) or "
+                f"(sample, {graph.systems}, {self.noise.dim}), got {tuple(noise.shape)}"
+            )
+        samples = len(noise)
         repeated = self.backbone.repeat(graph, samples)
         outputs = super().forward(repeated, noise=noise.flatten(0, 1), rows=repeated.rows)
         return {name: value.unflatten(0, (samples, -1)) for name, value in outputs.items()}
@@ -198,22 +207,19 @@ def perturb(module: nn.Module, *, noise_dim: int = 32, sites: Sites | None = Non
     """A copy of `module` with noise at its sites, computing exactly what the module does until it is trained.
 
     A backbone from `load_backbone` knows its sites and becomes a `Potential`. Any other module becomes a
-    `Perturbed` and needs `sites`: names, glob patterns, `Site`s, or a function (name, module) -> bool.
+    `Perturbed` and needs `sites`: names, glob patterns, `Site`s, or a function (name, module) -> bool. Sites must be
+    layers that the module calls: a fused kernel that reads their weights instead passes the noise by.
     """
     if isinstance(module, Perturbed):
         raise ValueError("this model is perturbed already; perturb its original backbone instead")
-    if isinstance(module, Backbone):
-        # an adapter's sites, and those a user names, are named as in the package's own model
-        inside = find_sites(module.module, module.sites() if sites is None else sites)
-        found = tuple(replace(site, name=f"module.{site.name}") for site in inside)
-    elif sites is not None:
-        found = find_sites(module, sites)
-    else:
+    if sites is None and isinstance(module, Backbone):
+        sites = module.sites()
+    if sites is None:
         raise ValueError(
             f"{type(module).__name__} has no adapter, so pmlip cannot know its message and update MLPs; "
             "name them with sites=..."
         )
-    return _perturbed(module, found, noise_dim)
+    return _perturbed(module, sites, noise_dim)
 
 
 def load(
@@ -238,7 +244,8 @@ def load(
         if any(site["custom_envelope"] for site in stored):
             raise checkpoint.CheckpointError(f"{path} was made with envelopes of its own; pass sites=... again")
         sites = [Site(site["name"], site["rows"]) for site in stored]
-    model = _perturbed(backbone, find_sites(backbone, sites), content.settings["noise_dim"])
+    model = _perturbed(backbone, sites, content.settings["noise_dim"])
+    model.to(content.state["noise.mixing"].dtype)
     try:
         model.load_state_dict(content.state)
     except RuntimeError as error:
@@ -247,10 +254,24 @@ def load(
     return model.to(device)
 
 
-def _perturbed(backbone: nn.Module, sites: tuple[Site, ...], noise_dim: int) -> Perturbed:
+def _perturbed(backbone: nn.Module, sites: Sites, noise_dim: int) -> Perturbed:
     if isinstance(backbone, Backbone):
-        return Potential(backbone, sites, noise_dim)
-    return Perturbed(backbone, sites, noise_dim)
+        return Potential(backbone, find_sites(backbone.module, sites), noise_dim)
+    return Perturbed(backbone, find_sites(backbone, sites), noise_dim)
+
+
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    """All tensors in nested containers and dataclasses."""
+    if isinstance(outputs, Tensor):
+        yield outputs
+    elif isinstance(outputs, Mapping):
+        for value in outputs.values():
+            yield from _tensors(value)
+    elif isinstance(outputs, list | tuple):
+        for value in outputs:
+            yield from _tensors(value)
+    elif hasattr(outputs, "__dict__"):
+        yield from _tensors(vars(outputs))
 
 
 @contextlib.contextmanager

@@ -27,8 +27,8 @@ def draw(samples: int, dim: int, *, seed: int = 0, kind: str = "plain") -> Tenso
         raise ValueError(f"at least 1 sample must be drawn, got samples={samples}")
     if dim < 1:
         raise ValueError(f"noise_dim must be at least 1, got {dim}")
-    if seed < 0:
-        raise ValueError(f"a seed must be a non-negative integer, got seed={seed}")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"a seed must be an integer from 0 to 2^32 - 1, got seed={seed}")
     if kind not in _KINDS:
         raise ValueError(f"unknown kind of draw {kind!r}; allowed: {', '.join(_KINDS)}")
     return torch.from_numpy(_KINDS[kind](samples, dim, seed))
@@ -72,8 +72,8 @@ class Noise(nn.Module):
     until the next call, because activation checkpointing runs layers again during the backward pass.
     """
 
-    draw: Tensor | None  # (noise,) for one system, or (system, noise)
-    rows: Mapping[str, Tensor]  # kind of row -> index of the system each row belongs to
+    draw: Tensor | None  # (noise,) for one system, or (system, noise); more leading axes where rows are systems
+    rows: Mapping[str, Tensor | None]  # kind of row -> system of each row; None: the leading axes are the systems
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -87,10 +87,10 @@ class Noise(nn.Module):
     def dim(self) -> int:
         return self.mixing.shape[0]
 
-    def force(self, draw: Tensor | None, rows: Mapping[str, Tensor] | None = None) -> None:
+    def force(self, draw: Tensor | None, rows: Mapping[str, Tensor | None] | None = None) -> None:
         """Put a draw in force for the layers that run next; None means z = 0."""
         if draw is not None:
-            if draw.shape[-1] != self.dim or draw.dim() > 2:
+            if draw.shape[-1] != self.dim:
                 raise ValueError(
                     f"noise must have shape ({self.dim},) or (system, {self.dim}), got {tuple(draw.shape)}"
                 )
@@ -98,7 +98,10 @@ class Noise(nn.Module):
         self.draw, self.rows = draw, rows or {}
 
     def shift(self, weight: Tensor, rows: str) -> Tensor | None:
-        """W_noise z for each row of a layer: (out,), or (row, out) when several systems are in force."""
+        """W_noise z for each row of a layer: (out,), or (row, out) when several systems are in force.
+
+        Where the leading axes of a layer's input are the systems (None), (*systems, out).
+        """
         if self.draw is None:
             return None
         shift = functional.linear(functional.linear(self.draw, self.mixing), weight)
@@ -109,7 +112,8 @@ class Noise(nn.Module):
                 f"noise for {len(shift)} systems needs the system index of each {rows!r} row; "
                 f"given: {', '.join(self.rows) or 'none'}. Pass rows={{{rows!r}: index}}"
             )
-        return shift.index_select(0, self.rows[rows])
+        index = self.rows[rows]
+        return shift if index is None else shift.index_select(0, index)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle takes the weights along, not the draw that happens to be in force.

@@ -85,6 +85,8 @@ class Samples(Outputs):
 
     def subset(self, samples: int) -> "Samples":
         """The first `samples` samples."""
+        if not 1 <= samples <= self.count:
+            raise ValueError(f"there are {self.count} samples, so a subset has 1 to {self.count}, not {samples}")
         return Samples({name: value[:samples] for name, value in self.items()}, self.system, trained=self.trained)
 
 

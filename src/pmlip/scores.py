@@ -36,7 +36,7 @@ def almost_fair_crps(samples: Tensor, target: Tensor, *, fairness: float = 0.95)
     """
     _check(samples, target)
     dtype = torch.promote_types(torch.promote_types(samples.dtype, target.dtype), torch.float32)
-    return _SortedCRPS.apply(samples.to(dtype), target.to(dtype), _spread_factor(len(samples), fairness))
+    return _CRPS.apply(samples.to(dtype), target.to(dtype), _spread_factor(len(samples), fairness))
 
 
 def energy_score(samples: Tensor, target: Tensor, *, norm: float = 2, fairness: float = 1.0) -> Tensor:
@@ -46,6 +46,8 @@ def energy_score(samples: Tensor, target: Tensor, *, norm: float = 2, fairness: 
     components. Takes O(K^2) time and, without gradients, O(K) memory.
     """
     _check(samples, target)
+    if target.dim() == 0:
+        raise ValueError("the energy score is one of vectors: samples (sample, ..., component), got (sample,)")
     count = len(samples)
     distance = torch.linalg.vector_norm(samples - target, ord=norm, dim=-1).mean(0)
     pairs = torch.zeros_like(distance)
@@ -72,34 +74,42 @@ def _spread_factor(count: int, fairness: float) -> float:
     return fairness / (count * (count - 1)) + (1 - fairness) / count**2
 
 
-class _SortedCRPS(torch.autograd.Function):
-    """The score is piecewise linear, so the forward pass can leave its whole gradient for the backward."""
+class _CRPS(torch.autograd.Function):
+    """The score is piecewise linear, so the forward pass can leave its whole gradient for the backward.
+
+    With the place p_i = (number of smaller samples) - (number of larger ones), the spread term is sum_i p_i x_i and
+    its gradient is p_i. Few samples are compared pair by pair, many are sorted.
+    """
 
     @staticmethod
     def forward(ctx: Any, samples: Tensor, target: Tensor, factor: float) -> Tensor:
         count, entries = len(samples), target.numel()
         x, y = samples.reshape(count, entries), target.reshape(entries)
-        score = torch.empty_like(y)
+        few = count <= _FEW
+        axis = 0 if few else 1  # of the samples inside a block: sorting wants those of an entry side by side
         needs_gradient = any(ctx.needs_input_grad)
-        slopes = x.new_empty(entries if needs_gradient else 0, count)
-        for_target = torch.empty_like(y)
-        # Block by block with the samples of an entry side by side, so that all of it stays in the cache.
+        score, for_target = torch.empty_like(y), torch.empty_like(y)
+        slopes = x.new_empty((count, entries) if few else (entries, count)) if needs_gradient else None
+        # Block by block, so that all of it stays in the cache.
         block = max(1, _BLOCK // count) if x.device.type == "cpu" else max(1, entries)
         for start in range(0, entries, block):
             here = slice(start, start + block)
-            part = x[:, here].T.contiguous()
-            error = part - y[here, None]
-            if needs_gradient:
-                ordered, order = _argsort(part)
-                slope = error.sign().div_(count)
-                for_target[here] = -slope.sum(1)
-                torch.sub(slope, slope.scatter(1, order, _places(ordered)), alpha=factor, out=slopes[here])
+            part = x[:, here] if few else x[:, here].T.contiguous()
+            # The places sum to zero, so any offset drops out: that of the target keeps the digits.
+            error = part - y[here].unsqueeze(axis)
+            if few or slopes is not None:
+                places = _places_by_comparing(part) if few else _places_by_sorting(part)
+                spread = (places * error).sum(axis)
             else:
-                ordered = _sort(part)
-            spread = ordered @ _place(count, like=ordered)
-            score[here] = error.abs_().mean(1).sub_(spread, alpha=factor)
-        if needs_gradient:
-            ctx.save_for_backward(slopes.T.reshape(samples.shape), for_target.view(target.shape))
+                spread = _sort(error) @ _places_in_order(count, like=error)
+            if slopes is not None:
+                slope = error.sign().div_(count)
+                for_target[here] = -slope.sum(axis)
+                (slopes[:, here] if few else slopes[here]).copy_(slope.sub_(places, alpha=factor))
+            score[here] = error.abs_().mean(axis).sub_(spread, alpha=factor)
+        if slopes is not None:
+            gradient = slopes if few else slopes.T
+            ctx.save_for_backward(gradient.reshape(samples.shape), for_target.view(target.shape))
         return score.view(target.shape)
 
     @staticmethod
@@ -114,28 +124,40 @@ class _SortedCRPS(torch.autograd.Function):
         )
 
 
+_FEW = 16  # samples up to which comparing is faster than sorting
 _BLOCK = 1 << 17  # numbers in a block: half a megabyte in single precision
 
 
-def _place(count: int, *, like: Tensor) -> Tensor:
-    """2k - K - 1 for k = 1 ... K: how many sorted samples lie below, less how many lie above."""
+def _places_by_comparing(samples: Tensor) -> Tensor:
+    """The places of samples (sample, entry)."""
+    places = torch.zeros_like(samples)
+    for step in range(1, len(samples)):
+        larger = (samples[step:] - samples[:-step]).sign_()
+        places[step:] += larger
+        places[:-step] -= larger
+    return places
+
+
+def _places_in_order(count: int, *, like: Tensor) -> Tensor:
+    """The places of sorted samples without ties: 2k - K - 1 for k = 1 ... K."""
     return torch.arange(1 - count, count, 2, dtype=like.dtype, device=like.device)
 
 
-def _places(ordered: Tensor) -> Tensor:
-    """The same for rows of sorted samples (entry, sample), where equal samples share the mean of their places."""
+def _places_by_sorting(rows: Tensor) -> Tensor:
+    """The places of samples (entry, sample)."""
+    ordered, order = _argsort(rows)
     count = ordered.shape[1]
-    places = _place(count, like=ordered).expand_as(ordered)
-    rows = (ordered[:, 1:] == ordered[:, :-1]).any(1).nonzero()[:, 0]
-    if not len(rows):
-        return places
-    tied = ordered[rows]
-    changes = tied[:, 1:] != tied[:, :-1]
-    edge = torch.ones_like(changes[:, :1])
-    index = torch.arange(count, device=ordered.device).expand_as(tied)
-    first = torch.where(torch.cat([edge, changes], 1), index, 0).cummax(1).values
-    last = torch.where(torch.cat([changes, edge], 1), index, count).flip(1).cummin(1).values.flip(1)
-    return places.index_put((rows,), (first + last + 1 - count).to(ordered.dtype))
+    places = _places_in_order(count, like=ordered).expand_as(ordered)
+    tied_rows = (ordered[:, 1:] == ordered[:, :-1]).any(1).nonzero()[:, 0]
+    if len(tied_rows):
+        tied = ordered[tied_rows]
+        changes = tied[:, 1:] != tied[:, :-1]
+        edge = torch.ones_like(changes[:, :1])
+        index = torch.arange(count, device=ordered.device).expand_as(tied)
+        first = torch.where(torch.cat([edge, changes], 1), index, 0).cummax(1).values
+        last = torch.where(torch.cat([changes, edge], 1), index, count).flip(1).cummin(1).values.flip(1)
+        places = places.index_put((tied_rows,), (first + last + 1 - count).to(ordered.dtype))
+    return torch.empty_like(ordered).scatter_(1, order, places)
 
 
 def _sort(rows: Tensor) -> Tensor:

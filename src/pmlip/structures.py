@@ -55,6 +55,13 @@ def labels(structures: Atoms | Iterable[Atoms]) -> Outputs:
     forces = []
     for index, atoms in enumerate(listed):
         results = atoms.calc.results if atoms.calc is not None else {}
+        if results and atoms.calc.check_state(atoms):
+            raise StructureError(
+                atoms,
+                index,
+                "the results of its calculator belong to other positions or to another structure; compute them again, "
+                "or attach a SinglePointCalculator to each structure",
+            )
         for name, value in results.items():
             if name in ("energy", "forces", "stress") and not np.isfinite(value).all():
                 raise StructureError(atoms, index, f"its label {name!r} is NaN or infinite")

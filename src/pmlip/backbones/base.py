@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from ase import Atoms
 from ase.calculators.calculator import Calculator
 from torch import Tensor, nn
@@ -69,11 +68,10 @@ class Backbone(nn.Module, ABC):
 
 
 def weights_hash(module: nn.Module) -> str:
-    """A fingerprint of all parameters and buffers: their names, shapes and bytes."""
+    """A fingerprint of all parameters and buffers: their names, shapes and values, in whatever precision."""
     digest = hashlib.sha256()
     for name, value in sorted(module.state_dict().items()):
         if isinstance(value, Tensor):
-            value = value.detach().cpu().contiguous()
-            digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            digest.update(value.flatten().view(torch.uint8).numpy().tobytes() if value.numel() else b"")
+            digest.update(f"{name} {tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().double().numpy().tobytes())
     return digest.hexdigest()

@@ -28,7 +28,7 @@ try:
 except ImportError as error:
     raise ImportError("backbone 'chgnet' needs: pip install 'pmlip[chgnet]'") from error
 
-VARIANTS = ("0.3.0", "0.2.0", "r2scan")
+VARIANTS = ("0.3.0", "r2scan")
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,11 @@ class CHGNetBackbone(Backbone):
 
     def __init__(self, module: CHGNet, variant: str) -> None:
         super().__init__(module, variant)
+        if any(layer.mlp_out.layers[-1].bias is not None for layer in module.bond_conv_layers):
+            raise ValueError(
+                "this CHGNet (0.2.0 or older) has biases that make a structure without angles depend on the others of "
+                "its batch; use 0.3.0 or later"
+            )
         own = module.graph_converter
         self.converter = CrystalGraphConverter(
             atom_graph_cutoff=own.atom_graph_cutoff,
@@ -107,9 +112,10 @@ class CHGNetBackbone(Backbone):
         boxed = Atoms(atoms.numbers, atoms.positions, cell=atoms.cell, pbc=atoms.pbc)
         has_cell = atoms.cell.rank == 3
         if not has_cell:
-            if atoms.pbc.any():
+            if (atoms.pbc & ~atoms.cell.array.any(axis=1)).any():
                 raise StructureError(atoms, index, "it is periodic along an axis without a cell vector")
-            boxed.set_cell(np.ptp(atoms.positions, axis=0) + 1)  # of no effect but that CHGNet wants one
+            # axes without a vector are not periodic, so any will do; CHGNet wants a full cell
+            boxed.set_cell(atoms.cell.complete() if atoms.cell.rank else np.ptp(atoms.positions, axis=0) + 1)
         graph = self.converter(AseAtomsAdaptor.get_structure(boxed))
         edge = graph.atom_graph.long().reshape(-1, 2)
         if isolated := set(range(len(atoms))) - set(edge[:, 0].tolist()):
@@ -166,8 +172,10 @@ class CHGNetBackbone(Backbone):
             position_gradient, strain_gradient = torch.autograd.grad(
                 energy.sum(), [positions, strain], create_graph=differentiable
             )
-            stress = strain_gradient / batch.volume[:, None, None]
+            # NaN must come last: dividing by it would make the gradient of every parameter NaN
+            stress = strain_gradient / batch.volume.nan_to_num(nan=1.0)[:, None, None]
             voigt = (stress + stress.mT).flatten(1)[:, [0, 4, 8, 5, 2, 1]] / 2
+            voigt = voigt.masked_fill(batch.volume.isnan()[:, None], torch.nan)
         outputs = {"energy": energy, "forces": -position_gradient, "stress": voigt}
         return outputs if differentiable else {name: value.detach() for name, value in outputs.items()}
 
