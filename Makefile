@@ -19,7 +19,7 @@ test: $(INSTALLED)
 	$(BIN)/pytest
 
 bench: $(INSTALLED)
-	$(BIN)/pmlip bench speed
+	$(BIN)/pmlip bench speed --out benchmarks/results/speed
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

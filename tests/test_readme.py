@@ -1,7 +1,10 @@
+import json
 import re
 from pathlib import Path
 
 import pytest
+
+from pmlip.benchmark.speed import markdown
 
 PROJECT = Path(__file__).parents[1]
 SNIPPETS = [
@@ -17,6 +20,11 @@ def test_snippets_run(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = "\n".join(re.findall(r"```python\n(.*?)```", file.read_text(), flags=re.DOTALL))
     exec(compile(code, str(file), "exec"), {"__name__": "snippets"})
+
+
+def test_the_speed_table_is_that_of_the_result_file():
+    result = json.loads((PROJECT / "benchmarks" / "results" / "speed" / "crps.json").read_text())
+    assert markdown(result) in (PROJECT / "README.md").read_text()
 
 
 def test_there_are_snippets():

@@ -19,7 +19,7 @@ from pmlip.noise import draw_for_training
 from pmlip.samples import Samples
 from pmlip.structures import labels
 
-TRAINING = 20  # of the mildly distorted structures; the rest of them are the test
+TRAINING = 16  # of the mildly distorted structures; the rest of them are the test
 BATCH, SAMPLES = 4, 4
 TEST_SAMPLES = 32
 LEARNING_RATE = 5e-3
@@ -123,12 +123,14 @@ def plot(points: dict[str, tuple[np.ndarray, np.ndarray]], path: Path) -> None:
         bins = np.array_split(np.argsort(spread), 6)
         means = [[np.sqrt((values[part] ** 2).mean()) for part in bins] for values in (spread, error)]
         axes.plot(*means, "o-", color=color, label=f"{name}: rms in bins of equal count")
-    low, high = axes.get_xlim()
-    ends = [max(low, 1e-3), max(high, axes.get_ylim()[1])]
+    everything = np.concatenate([values for pair in points.values() for values in pair])
+    ends = [0.8 * everything.min(), 1.25 * everything.max()]
     axes.plot(ends, ends, "k--", lw=1, label="spread = error")
     axes.set(
         xscale="log",
         yscale="log",
+        xlim=ends,
+        ylim=ends,
         xlabel="spread of the force on an atom (eV/Å)",
         ylabel="error of the force on an atom (eV/Å)",
         title="CHGNet on quartz: does it know where it is wrong?",

@@ -53,20 +53,20 @@ class NoisyLayer(nn.Module):
         self.noise_source = (noise,)
         self.noise_site = site
 
-    def shift(self, x: Tensor, axes: int) -> Tensor | None:
-        """W_noise z for every row of an output with this many axes, times the envelope of the input x."""
+    def shift(self, x: Tensor, out: Tensor) -> Tensor | None:
+        """W_noise z for every row of an output, times the envelope of its input x."""
         noise, rows = self.noise_source[0], self.noise_site.rows
         shift = noise.shift(self.noise_weight, rows)
         if shift is None:
             return None
         if shift.dim() > 1:
-            if noise.rows[rows] is not None and len(shift) != len(x):
+            if noise.rows[rows] is not None and len(shift) != len(out):
                 raise ValueError(
-                    f"site {self.noise_site.name!r} has {len(x)} rows, "
+                    f"site {self.noise_site.name!r} has {len(out)} rows, "
                     f"but the system index of its {rows!r} rows has {len(shift)}"
                 )
             # axes between the rows and the features share the noise of their row
-            shift = shift.reshape(*shift.shape[:-1], *[1] * (axes - shift.dim()), shift.shape[-1])
+            shift = shift.reshape(*shift.shape[:-1], *[1] * (out.dim() - shift.dim()), shift.shape[-1])
         envelope = self.noise_site.envelope
         return shift if envelope is None else shift * envelope(x)
 
@@ -92,7 +92,7 @@ class NoisyLinear(NoisyLayer):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         out: Tensor = super().forward(*inputs)
-        shift = self.shift(inputs[0], out.dim())
+        shift = self.shift(inputs[0], out)
         return out if shift is None else out + shift
 
     def fold(self) -> None:
@@ -109,7 +109,7 @@ class NoisyRadial(NoisyLayer):
     """For the layers of e3nn's `FullyConnectedNet`: a bare weight matrix with the activation inside."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _radial(self, x, self.shift(x, x.dim()))
+        return _radial(self, x, self.shift(x, x))
 
     def fold(self) -> None:
         shift, site = self._unperturb()

@@ -149,6 +149,24 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
+def markdown(result: dict[str, Any]) -> str:
+    """The table of a result file: our time, and how many times that and our memory each rival takes."""
+    cost = {(row["samples"], row["task"], row["contestant"]): row for row in result["rows"]}
+    lines = [
+        "| K | | pmlip | scoringrules: time, memory | double sum: time, memory |",
+        "|---|---|---|---|---|",
+    ]
+    for samples, task in dict.fromkeys((row["samples"], row["task"]) for row in result["rows"]):
+        own = cost[samples, task, "pmlip"]
+        cells = [str(samples), task, f"{1e3 * own['seconds']:.1f} ms"]
+        for rival in ("scoringrules", "double sum"):
+            other = cost[samples, task, rival]
+            time_ratio, memory_ratio = (_times(other[key], own[key]) for key in ("seconds", "peak_megabytes"))
+            cells.append(f"{time_ratio}×, {memory_ratio}×")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _times(value: float, own: float) -> str:
     return f"{value / own:.1f}" if own > 0 else "-"  # memory too little to be seen
 
