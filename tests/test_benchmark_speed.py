@@ -24,10 +24,17 @@ def test_the_crps_table_and_its_result_file(tmp_path, monkeypatch):
     assert result["machine"]["cores"]
 
 
+def test_the_nbody_table_and_its_result_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(speed, "SECONDS", 0.0)
+    speed.run("nbody", tmp_path, Console(quiet=True))
+    rows = json.loads((tmp_path / "nbody.json").read_text())["rows"]
+    assert all(row["ratio"] == pytest.approx(row["plain"] / row["seconds"]) for row in rows)
+
+
 def test_an_unknown_part_is_bad_input():
     result = CliRunner().invoke(app, ["bench", "speed", "--only", "colour"])
     assert result.exit_code == 2
-    assert "allowed: crps" in result.output
+    assert "allowed: crps, nbody" in result.output
 
 
 @pytest.mark.parametrize("command", [[], ["bench"], ["bench", "speed"], ["demo"]])

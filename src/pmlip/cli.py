@@ -1,5 +1,7 @@
 """The command line: parse, call, print."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -33,8 +35,62 @@ def demo(
 
 
 @bench.command()
+def nbody(
+    methods: Annotated[str, typer.Option(help="Methods, with commas between them.")] = "egnn,ensemble,p-egnn",
+    sizes: Annotated[str, typer.Option(help="Training sizes, with commas between them.")] = "1000,3000,10000",
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds 0 to SEEDS - 1.")] = 4,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes at once, one thread each.")] = 1,
+    preset: Annotated[str, typer.Option(help="quick: minutes, to try it out; full: the benchmark.")] = "full",
+    at_rest: Annotated[bool, typer.Option(help="Work in the frame of the centre of mass.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the result files; finished cells are skipped.")] = Path(
+        "benchmarks/results/nbody"
+    ),
+    params: Annotated[bool, typer.Option("--params", help="Print the paper's table of parameters and stop.")] = False,
+) -> None:
+    """Where are five charged particles after a thousand steps? Trains each method from scratch.
+
+    Example: pmlip bench nbody --preset quick --methods egnn,p-egnn --sizes 200,400 --seeds 2 --jobs 2 --out /tmp/nbody
+    """
+    from dataclasses import replace
+
+    from pmlip.benchmark import nbody as benchmark
+    from pmlip.nbody.methods import parameter_table
+
+    if params:
+        for name, count, ratio in parameter_table():
+            typer.echo(f"{name:24} {count:8,} {ratio:5.2f}x")
+        return
+    with _bad_input():
+        if preset not in benchmark.PRESETS:
+            raise ValueError(f"unknown preset {preset!r}; allowed: {', '.join(benchmark.PRESETS)}")
+        benchmark.run(
+            methods=_listed(methods),
+            sizes=[int(size) for size in _listed(sizes)],
+            seeds=seeds,
+            settings=replace(benchmark.PRESETS[preset], at_rest=at_rest),
+            folder=out,
+            jobs=jobs,
+            console=Console(),
+        )
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+@contextlib.contextmanager
+def _bad_input() -> Iterator[None]:
+    """What was given cannot be used: one sentence and exit code 2, not a traceback."""
+    try:
+        yield
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(BAD_INPUT) from error
+
+
+@bench.command()
 def speed(
-    only: Annotated[str | None, typer.Option(help="Measure this part alone: crps.")] = None,
+    only: Annotated[str | None, typer.Option(help="Measure this part alone: crps or nbody.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the result files.")] = None,
 ) -> None:
     """Measure our parts beside their rivals in one run, as ratios.
@@ -43,8 +99,5 @@ def speed(
     """
     from pmlip.benchmark.speed import run
 
-    try:
+    with _bad_input():
         run(only, out, Console())
-    except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(BAD_INPUT) from error

@@ -52,7 +52,21 @@ class Trajectories:
     def first(self, count: int) -> "Trajectories":
         if not 1 <= count <= len(self):
             raise ValueError(f"there are {len(self)} trajectories, so {count} of them cannot be taken")
-        return Trajectories(self.positions[:count], self.velocities[:count], self.charges[:count], self.target[:count])
+        return self.part(0, count)
+
+    def part(self, start: int, stop: int) -> "Trajectories":
+        return self.select(slice(start, stop))
+
+    def at_rest(self, elapsed: float) -> "Trajectories":
+        """The same in the frame of the centre of mass, which moves on at constant velocity for the time `elapsed`.
+
+        Exact: momentum is conserved, and an error in this frame is the same error in the other.
+        """
+        drift = self.velocities.mean(-2, keepdim=True)
+        return Trajectories(self.positions, self.velocities - drift, self.charges, self.target - elapsed * drift)
+
+    def select(self, index: Tensor | slice) -> "Trajectories":
+        return Trajectories(self.positions[index], self.velocities[index], self.charges[index], self.target[index])
 
 
 def load(split: str, config: NBodyConfig | None = None, *, cache: Path | None = None) -> Trajectories:
@@ -64,7 +78,7 @@ def load(split: str, config: NBodyConfig | None = None, *, cache: Path | None = 
     file = (cache or cache_folder()) / f"nbody-{split}-{digest}.npz"
     if file.exists():
         try:
-            with file.open("rb") as stream, np.load(stream) as stored:
+            with file.open("rb") as content, np.load(content) as stored:
                 return Trajectories(*(torch.from_numpy(stored[name]) for name in _FIELDS))
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
             warnings.warn(f"{file} is damaged; the trajectories are simulated again", stacklevel=2)

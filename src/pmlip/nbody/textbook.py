@@ -1,12 +1,14 @@
-"""EGNN with velocities as the formulas read: an edge list, concatenation, scatter. What `egnn` is measured against.
+"""EGNN and the simulation as the formulas read. What `egnn` and `simulate` are checked and measured against.
 
-Its parameters are named as in the public implementation's `EGNN_vel`.
+The parameters of the network are named as in the public implementation's `EGNN_vel`.
 """
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pmlip.nbody.egnn import Pairs
+from pmlip.nbody.simulate import LARGEST_FORCE, TIME_STEP
 
 
 class TextbookLayer(nn.Module):
@@ -53,3 +55,23 @@ def complete_pairs(graphs: int, particles: int) -> Pairs:
     i, j = (~torch.eye(particles, dtype=torch.bool)).nonzero().T
     start = particles * torch.arange(graphs)[:, None]
     return Pairs((start + i).flatten(), (start + j).flatten())
+
+
+def simulate_plainly(
+    x: np.ndarray, v: np.ndarray, q: np.ndarray, *, steps: int, time_step: float = TIME_STEP
+) -> tuple[np.ndarray, np.ndarray]:
+    """Positions and velocities of one trajectory after `steps` steps, in a plain Python loop over vectors."""
+
+    def forces() -> np.ndarray:
+        apart = x[:, None] - x
+        distance = np.sqrt((apart**2).sum(-1))
+        np.fill_diagonal(distance, 1.0)
+        strength = q[:, None] * q / distance**3
+        return np.clip((strength[..., None] * apart).sum(1), -LARGEST_FORCE, LARGEST_FORCE)
+
+    x, v = x.copy(), v + time_step * forces()
+    for step in range(1, steps + 1):
+        x += time_step * v
+        if step < steps:
+            v += time_step * forces()
+    return x, v

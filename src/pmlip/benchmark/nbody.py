@@ -1,0 +1,265 @@
+"""The paper's first benchmark: cells, Table 1 and Figure 1."""
+
+import difflib
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from pmlip import metrics
+from pmlip.benchmark.record import environment
+from pmlip.benchmark.runner import Cell, read_cells, run_cells
+from pmlip.files import atomic_write, write_json
+from pmlip.nbody import data as nbody_data
+from pmlip.nbody.data import NBodyConfig, Trajectories
+from pmlip.nbody.methods import PEGNN, Deterministic, Method, leave_one_out
+from pmlip.nbody.training import Recipe, train
+from pmlip.samples import Samples
+from pmlip.scores import fair_crps
+
+METHODS = ("egnn", "ensemble", "p-egnn")
+ELAPSED = 1.0  # time between input and target
+
+
+@dataclass(frozen=True, kw_only=True)
+class NBodySettings:
+    data: NBodyConfig = field(default_factory=NBodyConfig)
+    recipes: tuple[tuple[str, Recipe], ...] = (
+        ("egnn", Recipe()),
+        ("p-egnn", Recipe()),
+    )
+    training_samples: int = 10  # K in training
+    test_samples: int = 100
+    validation_samples: int = 50
+    at_rest: bool = False  # work in the frame of the centre of mass, all methods alike
+
+    def recipe(self, method: str) -> Recipe:
+        return dict(self.recipes)[method]
+
+
+QUICK = NBodySettings(
+    data=NBodyConfig(train=400, valid=100, test=200, out_of_distribution=100),
+    recipes=(("egnn", Recipe(epochs=4)), ("p-egnn", Recipe(epochs=4))),
+    training_samples=4,
+    test_samples=20,
+    validation_samples=10,
+)
+PRESETS = {"quick": QUICK, "full": NBodySettings()}
+
+# The paper: mean and standard deviation of MSE x 1e3, CRPS x 1e2, SSR on its own test set.
+PAPER: dict[tuple[str, int], tuple[tuple[float, float] | None, ...]] = {
+    ("egnn", 3000): ((6.83, 0.31), None, None),
+    ("ensemble", 3000): ((5.84, 0.13), (1.88, 0.10), (0.58, 0.02)),
+    ("p-egnn", 1000): ((7.89, 0.60), (2.31, 0.16), (0.75, 0.08)),
+    ("p-egnn", 3000): ((6.09, 0.38), (1.76, 0.08), (0.83, 0.12)),
+    ("p-egnn", 10000): ((4.19, 0.17), (1.36, 0.07), (0.88, 0.05)),
+}
+SCALES = {"mse": 1e3, "crps": 1e2, "ssr": 1.0}
+
+
+def run(
+    *,
+    methods: Sequence[str],
+    sizes: Sequence[int],
+    seeds: int,
+    settings: NBodySettings,
+    folder: Path,
+    jobs: int,
+    console: Console,
+) -> None:
+    """Run the cells that are not finished, then write the table and the figure of all that are."""
+    for method in methods:
+        if method not in METHODS:
+            close = difflib.get_close_matches(method, METHODS, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"unknown method {method!r}; allowed: {', '.join(METHODS)}{hint}")
+    for size in sizes:
+        if size > settings.data.train:
+            raise ValueError(f"a training set of {size} was asked for, but the data hold {settings.data.train}")
+    if "ensemble" in methods and seeds < 3:
+        raise ValueError(f"an ensemble leaves one of the EGNN seeds out and needs at least 3, got seeds={seeds}")
+    for split in nbody_data.SPLITS:
+        nbody_data.load(split, settings.data)  # once, on all cores, before the jobs start
+    # An ensemble is made of the EGNNs, so those come first.
+    for round_of in ([m for m in methods if m != "ensemble"], [m for m in methods if m == "ensemble"]):
+        cells = [Cell(method, size, seed) for size in sizes for method in round_of for seed in range(seeds)]
+        run_cells(
+            cells, partial(work, settings=settings, folder=folder, seeds=seeds), folder, jobs=jobs, console=console
+        )
+    results = read_cells(folder)
+    with atomic_write(folder / "table.md") as file:
+        file.write(table(results).encode())
+    write_json(folder / "table.json", summary(results))
+    figure(results, folder / "figure.png")
+    console.print(table(results))
+
+
+def work(cell: Cell, *, settings: NBodySettings, folder: Path, seeds: int) -> dict[str, Any]:
+    """Train (or, for an ensemble, put together) one method and judge it."""
+    sets = {split: _load(split, settings) for split in nbody_data.SPLITS}
+    curve: list[dict[str, float]] = []
+    weights = folder / "weights"
+    if cell.method == "ensemble":
+        method: Method = leave_one_out([_load_egnn(weights, cell.size, seed) for seed in range(seeds)])[cell.seed]
+        samples = seeds - 1
+        members = read_cells(folder)
+        costs = [
+            members[Cell("egnn", cell.size, seed)]["cost"]["training"] for seed in range(seeds) if seed != cell.seed
+        ]
+        training = {key: sum(cost[key] for cost in costs) for key in ("seconds", "passes")}
+    else:
+        torch.manual_seed(cell.seed)
+        method = Deterministic() if cell.method == "egnn" else PEGNN(samples=settings.training_samples)
+        samples = 1 if cell.method == "egnn" else settings.test_samples
+        watched = min(samples, settings.validation_samples)
+        done = train(
+            method,
+            sets["train"].first(cell.size),
+            settings.recipe(cell.method),
+            seed=cell.seed,
+            watch=lambda m: judge(m.sample(sets["valid"], samples=watched), sets["valid"]),
+        )
+        method, curve = done.method, done.curve
+        training = {"seconds": done.seconds, "passes": done.passes}
+        weights.mkdir(parents=True, exist_ok=True)
+        with atomic_write(weights / f"{cell.name}.pt") as file:
+            torch.save(method.state_dict(), file)
+    began = time.perf_counter()
+    test = method.sample(sets["test"], samples=samples)
+    seconds = time.perf_counter() - began
+    result = {
+        "test": judge(test, sets["test"]),
+        "out_of_distribution": judge(
+            method.sample(sets["out_of_distribution"], samples=samples), sets["out_of_distribution"]
+        ),
+    }
+    if samples > 3:
+        result["test_three_samples"] = judge(test.subset(3), sets["test"])
+    if isinstance(method, PEGNN):
+        with torch.no_grad():
+            point = method.run(sets["test"], [None]).flatten(1, 2)
+        result["test_at_zero_noise"] = judge(Samples({"positions": point}, test.system), sets["test"])
+    return {
+        "cell": asdict(cell),
+        **result,
+        "validation_curve": curve,
+        "cost": {
+            "training": training,
+            "prediction": {"seconds": seconds, "passes": samples * len(sets["test"])},
+        },
+        "samples": samples,
+        "settings": asdict(settings),
+        **environment("numba"),
+    }
+
+
+def judge(samples: Samples, data: Trajectories) -> dict[str, float]:
+    """MSE of the sample mean, CRPS and spread-skill ratio, in natural units; with one sample there is no spread."""
+    target = data.target.flatten(0, 1)
+    mean = samples.mean.positions
+    scores = {
+        "mse": float((mean - target).square().mean()),
+        "crps": float(fair_crps(samples.positions, target).mean()),
+    }
+    if samples.count > 1:
+        scores["ssr"] = metrics.spread_skill_ratio(mean, samples.spread.positions, target, samples.count)
+    return scores
+
+
+def _load(split: str, settings: NBodySettings) -> Trajectories:
+    loaded = nbody_data.load(split, settings.data)
+    return loaded.at_rest(ELAPSED) if settings.at_rest else loaded
+
+
+def _load_egnn(weights: Path, size: int, seed: int) -> Deterministic:
+    file = weights / f"egnn-{size}-{seed}.pt"
+    if not file.exists():
+        raise FileNotFoundError(f"an ensemble needs the trained EGNN {file}; run the method egnn for this size first")
+    method = Deterministic()
+    method.load_state_dict(torch.load(file, weights_only=True))
+    return method
+
+
+def summary(results: dict[Cell, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean and standard deviation over seeds for each method and size, beside the paper's."""
+    rows = []
+    for method, size in sorted(
+        {(cell.method, cell.size) for cell in results}, key=lambda k: (k[1], METHODS.index(k[0]))
+    ):
+        found = [result for cell, result in results.items() if (cell.method, cell.size) == (method, size)]
+        row: dict[str, Any] = {"method": method, "size": size, "seeds": len(found), "samples": found[0]["samples"]}
+        for position, name in enumerate(SCALES):
+            values = [result["test"][name] for result in found if name in result["test"]]
+            if values:
+                row[name] = {
+                    "mean": statistics.mean(values),
+                    "std": statistics.stdev(values) if len(values) > 1 else 0.0,
+                }
+            published = PAPER.get((method, size), (None, None, None))[position]
+            if published is not None:
+                row[f"paper_{name}"] = {
+                    key: value / SCALES[name] for key, value in zip(("mean", "std"), published, strict=True)
+                }
+        row["training_passes"] = statistics.mean(result["cost"]["training"]["passes"] for result in found)
+        row["training_seconds"] = statistics.mean(result["cost"]["training"]["seconds"] for result in found)
+        rows.append(row)
+    return rows
+
+
+def table(results: dict[Cell, dict[str, Any]]) -> str:
+    """Table 1 as Markdown."""
+    lines = [
+        "| n | method | K | MSE x 1e3 | paper | CRPS x 1e2 | paper | SSR | paper | training: passes, seconds | seeds |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+
+    def cell(row: dict[str, Any], name: str) -> str:
+        value = row.get(name)
+        scale = SCALES[name.removeprefix("paper_")]
+        return "" if value is None else f"{scale * value['mean']:.2f} ± {scale * value['std']:.2f}"
+
+    for row in summary(results):
+        scores = [cell(row, key) for name in SCALES for key in (name, f"paper_{name}")]
+        cost = f"{row['training_passes']:.1e}, {row['training_seconds']:.0f}"
+        lines.append(
+            f"| {row['size']} | {row['method']} | {row['samples']} | {' | '.join(scores)} | {cost} | {row['seeds']} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def figure(results: dict[Cell, dict[str, Any]], path: Path) -> None:
+    """Figure 1: the three scores against the size of the training set, with the paper's values in dashes."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("the figure needs: pip install 'pmlip[report]'") from error
+    rows = summary(results)
+    picture = Figure(figsize=(11, 3.6), layout="constrained")
+    for position, (name, scale) in enumerate(SCALES.items()):
+        axes = picture.add_subplot(1, 3, position + 1)
+        for number, method in enumerate(METHODS):
+            for key, style in ((name, "o-"), (f"paper_{name}", "s--")):
+                found = [row for row in rows if row["method"] == method and key in row]
+                if not found:
+                    continue
+                sizes = [row["size"] for row in found]
+                mean, std = ([scale * row[key][part] for row in found] for part in ("mean", "std"))
+                label = method if key == name else f"{method}, paper"
+                axes.errorbar(sizes, mean, yerr=std, fmt=style, color=f"C{number}", label=label, capsize=3)
+        if name == "ssr":
+            axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
+        axes.set(
+            xscale="log",
+            xlabel="training trajectories",
+            title={"mse": "MSE × 1e3", "crps": "CRPS × 1e2"}.get(name, "SSR"),
+        )
+        if position == 1:
+            axes.legend(fontsize=8)
+    with atomic_write(path) as file:
+        picture.savefig(file, dpi=150, format="png")

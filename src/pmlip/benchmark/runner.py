@@ -1,0 +1,93 @@
+"""Runs the cells of a benchmark (method x size x seed), one result file each, and goes on where it was stopped."""
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from pmlip.files import write_json
+
+
+@dataclass(frozen=True)
+class Cell:
+    method: str
+    size: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}-{self.size}-{self.seed}"
+
+    def file(self, folder: Path) -> Path:
+        return folder / f"{self.name}.json"
+
+
+class CellError(RuntimeError):
+    """Cells that failed, each with its reason; all others are finished."""
+
+
+def run_cells(
+    cells: Sequence[Cell],
+    work: Callable[[Cell], dict[str, Any]],
+    folder: Path,
+    *,
+    jobs: int = 1,
+    console: Console | None = None,
+) -> None:
+    """work(cell) for every cell without a result file, in `jobs` processes of one thread each.
+
+    `work` and what it gives must pickle. A result is written as soon as its cell is finished, so a run that is
+    killed loses only the cells it was at.
+    """
+    if jobs < 1:
+        raise ValueError(f"there must be at least 1 job, got jobs={jobs}")
+    console = console or Console(quiet=True)
+    waiting = [cell for cell in cells if not cell.file(folder).exists()]
+    if len(waiting) < len(cells):
+        console.print(f"{len(cells) - len(waiting)} of {len(cells)} cells are finished already")
+    failures = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with (
+        Progress(*columns, TimeRemainingColumn(), console=console) as bar,
+        ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_use_one_thread) as pool,
+    ):
+        task = bar.add_task("cells", total=len(waiting))
+        running = {pool.submit(work, cell): cell for cell in waiting}
+        try:
+            for future in as_completed(running):
+                cell = running[future]
+                error = future.exception()
+                if error is None:
+                    write_json(cell.file(folder), future.result())
+                else:
+                    failures[cell.name] = error
+                bar.update(task, advance=1, description=f"cells, last {cell.name}")
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    if failures:
+        reasons = "; ".join(f"{name}: {error}" for name, error in failures.items())
+        raise CellError(f"{len(failures)} of {len(cells)} cells failed: {reasons}")
+
+
+def read_cells(folder: Path) -> dict[Cell, dict[str, Any]]:
+    """The results of all finished cells."""
+    results = {}
+    for file in sorted(folder.glob("*-*-*.json")):
+        method, size, seed = file.stem.rsplit("-", 2)
+        results[Cell(method, int(size), int(seed))] = json.loads(file.read_text())
+    return results
+
+
+def _use_one_thread() -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"  # for what is imported from here on
+    import torch
+
+    torch.set_num_threads(1)

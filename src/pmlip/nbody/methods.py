@@ -1,0 +1,126 @@
+"""The methods of the benchmark. Each is a module with a loss to train on, and gives samples of where particles go."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pmlip.model import perturb
+from pmlip.nbody.data import Trajectories
+from pmlip.nbody.egnn import EGNN, EGNNConfig
+from pmlip.noise import draw, draw_for_training
+from pmlip.samples import Samples
+from pmlip.scores import almost_fair_crps
+
+DENSE = {"edge": None, "node": None}  # the leading axes of all rows are (sample, trajectory)
+CHUNK = 2000  # graphs in one pass of a prediction
+
+
+class Method(nn.Module):
+    """What the benchmark asks of a method; it never asks which one it holds."""
+
+    training_samples = 1  # passes through the network for each trajectory in a training step
+
+    def loss(self, batch: Trajectories, generator: torch.Generator) -> Tensor:
+        raise NotImplementedError
+
+    def draw(self, samples: int, seed: int) -> Sequence[Tensor | None]:
+        """What distinguishes one sample from another, for each of them."""
+        raise NotImplementedError
+
+    def run(self, data: Trajectories, draws: Sequence[Tensor | None]) -> Tensor:
+        """Positions (sample, trajectory, particle, 3) for these draws."""
+        raise NotImplementedError
+
+    def sample(self, data: Trajectories, *, samples: int, seed: int = 0) -> Samples:
+        """K samples of the target positions, (sample, particle of all trajectories, 3)."""
+        draws = self.draw(samples, seed)
+        size = max(1, CHUNK // len(draws))
+        with torch.no_grad():
+            parts = [self.run(data.part(i, i + size), draws) for i in range(0, len(data), size)]
+        system = torch.arange(len(data)).repeat_interleave(data.positions.shape[1])
+        return Samples({"positions": torch.cat(parts, 1).flatten(1, 2)}, system)
+
+
+class Deterministic(Method):
+    """EGNN trained on the mean squared error; one sample."""
+
+    def __init__(self, config: EGNNConfig | None = None) -> None:
+        super().__init__()
+        self.network = EGNN(config)
+
+    def loss(self, batch: Trajectories, generator: torch.Generator) -> Tensor:
+        out = self.network(batch.positions, batch.velocities, batch.charges)
+        return (out - batch.target).square().mean()
+
+    def draw(self, samples: int, seed: int) -> Sequence[Tensor | None]:
+        if samples != 1:
+            raise ValueError(f"a deterministic EGNN has one sample, not {samples}; make an ensemble of several")
+        return [None]
+
+    def run(self, data: Trajectories, draws: Sequence[Tensor | None]) -> Tensor:
+        return self.network(data.positions, data.velocities, data.charges)[None]
+
+
+class PEGNN(Method):
+    """EGNN with learned functional perturbations, trained on the fair CRPS of K samples."""
+
+    def __init__(
+        self, config: EGNNConfig | None = None, *, noise_dim: int = 32, samples: int = 10, fairness: float = 1.0
+    ) -> None:
+        super().__init__()
+        if samples < 2:
+            raise ValueError(f"the CRPS trains on at least 2 samples, got samples={samples}")
+        network = EGNN(config)
+        self.network = perturb(network, sites=network.sites(), noise_dim=noise_dim)
+        self.training_samples, self.fairness = samples, fairness
+
+    def loss(self, batch: Trajectories, generator: torch.Generator) -> Tensor:
+        noise = draw_for_training(self.training_samples, len(batch), self.network.noise.dim, generator=generator)
+        return almost_fair_crps(self._positions(batch, noise), batch.target, fairness=self.fairness).mean()
+
+    def draw(self, samples: int, seed: int) -> Sequence[Tensor | None]:
+        return list(draw(samples, self.network.noise.dim, seed=seed))
+
+    def run(self, data: Trajectories, draws: Sequence[Tensor | None]) -> Tensor:
+        noise = torch.stack([torch.zeros(self.network.noise.dim) if e is None else e for e in draws])
+        return self._positions(data, noise[:, None].expand(-1, len(data), -1))
+
+    def _positions(self, data: Trajectories, noise: Tensor) -> Tensor:
+        out: Tensor = self.network(
+            data.positions[None], data.velocities[None], data.charges[None], noise=noise, rows=DENSE
+        )
+        return out
+
+
+class Ensemble(Method):
+    """Several trained methods of one sample each."""
+
+    def __init__(self, members: Sequence[Method]) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(members)
+
+    def draw(self, samples: int, seed: int) -> Sequence[Tensor | None]:
+        if samples != len(self.members):
+            raise ValueError(f"an ensemble of {len(self.members)} members has as many samples, not {samples}")
+        return [None] * samples
+
+    def run(self, data: Trajectories, draws: Sequence[Tensor | None]) -> Tensor:
+        return torch.cat([member.run(data, [None]) for member in self.members])  # type: ignore[operator]
+
+
+def leave_one_out(members: Sequence[Method]) -> list[Ensemble]:
+    """Every ensemble that lacks one of the members: the paper's triples from 4 trained networks."""
+    if len(members) < 3:
+        raise ValueError(f"an ensemble of all but one needs at least 3 members, got {len(members)}")
+    return [Ensemble([m for j, m in enumerate(members) if j != i]) for i in range(len(members))]
+
+
+def parameter_table(config: EGNNConfig | None = None, *, members: int = 3) -> list[tuple[str, int, float]]:
+    """The paper's appendix: parameters of EGNN, of an ensemble, and of P-EGNN, with their ratio to EGNN."""
+    plain, perturbed = (
+        sum(math.prod(p.shape) for p in method.parameters()) for method in (Deterministic(config), PEGNN(config))
+    )
+    counts = {"EGNN": plain, f"EGNN ensemble (K = {members})": members * plain, "P-EGNN": perturbed}
+    return [(name, count, count / plain) for name, count in counts.items()]

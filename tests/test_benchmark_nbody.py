@@ -1,0 +1,59 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from pmlip.benchmark.runner import read_cells
+from pmlip.cli import app
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["bench", "nbody", *arguments])
+
+
+def test_the_quick_preset_from_end_to_end(tmp_path, monkeypatch):
+    monkeypatch.setenv("PMLIP_CACHE", str(tmp_path / "cache"))
+    out = tmp_path / "results"
+    result = invoke("--preset", "quick", "--sizes", "200", "--seeds", "3", "--jobs", "2", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    cells = read_cells(out)
+    assert len(cells) == 9
+    for cell, content in cells.items():
+        assert content["cell"] == {"method": cell.method, "size": 200, "seed": cell.seed}
+        assert content["test"]["mse"] > 0
+        assert ("ssr" in content["test"]) == (cell.method != "egnn")
+        assert content["cost"]["training"]["passes"] > 0
+        assert content["settings"]["data"]["particles"] == 5
+    some = next(content for cell, content in cells.items() if cell.method == "p-egnn")
+    assert some["samples"] == 20
+    assert some["test_at_zero_noise"]["crps"] > 0
+    assert some["test_three_samples"]["ssr"] > 0
+    assert len(some["validation_curve"]) == 4
+    table = (out / "table.md").read_text()
+    assert table.count("\n") == 2 + 3
+    assert (out / "figure.png").read_bytes().startswith(b"\x89PNG")
+    rows = json.loads((out / "table.json").read_text())
+    assert [row["method"] for row in rows] == ["egnn", "ensemble", "p-egnn"]
+    passes = {row["method"]: row["training_passes"] for row in rows}
+    assert passes["ensemble"] == 2 * passes["egnn"]  # two members of three seeds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "p-eggn"], "unknown method 'p-eggn'; allowed: egnn, ensemble, p-egnn; did you mean 'p-egnn'?"),
+        (["--sizes", "20000"], "a training set of 20000 was asked for, but the data hold 10000"),
+        (["--preset", "slow"], "unknown preset 'slow'; allowed: quick, full"),
+        (["--methods", "ensemble", "--seeds", "2"], "needs at least 3, got seeds=2"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(arguments, message):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_the_table_of_parameters():
+    result = invoke("--params")
+    assert "151,428" in result.output
+    assert "1.13x" in result.output

@@ -1,0 +1,85 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from pmlip.benchmark.runner import Cell, CellError, read_cells, run_cells
+
+CELLS = [Cell("p-egnn", size, seed) for size in (10, 20) for seed in range(2)]
+
+
+def square(cell, *, note):
+    """Work for the runner; it leaves a mark so that a test can count how often each cell was done."""
+    with (Path(note) / cell.name).open("a") as file:
+        file.write("x")
+    if cell.size < 0:
+        raise ValueError("sizes are positive")
+    return {"value": cell.size**2 + cell.seed, "threads": os.environ["OMP_NUM_THREADS"]}
+
+
+@pytest.fixture
+def folders(tmp_path):
+    (tmp_path / "notes").mkdir()
+    return tmp_path / "results", tmp_path / "notes"
+
+
+def test_every_cell_has_its_file_and_is_done_once(folders):
+    results, notes = folders
+    for _ in range(2):
+        run_cells(CELLS, partial(square, note=notes), results, jobs=2)
+    found = read_cells(results)
+    assert found.keys() == set(CELLS)
+    assert found[Cell("p-egnn", 20, 1)] == {"value": 401, "threads": "1"}
+    assert all((notes / cell.name).read_text() == "x" for cell in CELLS)
+
+
+def test_a_cell_that_fails_does_not_stop_the_others(folders):
+    results, notes = folders
+    with pytest.raises(CellError, match=r"1 of 5 cells failed: egnn--1-0: sizes are positive"):
+        run_cells([Cell("egnn", -1, 0), *CELLS], partial(square, note=notes), results)
+    assert len(read_cells(results)) == 4
+
+
+def test_a_killed_run_is_resumed_and_gives_what_an_uninterrupted_one_gives(folders):
+    results, notes = folders
+    script = f"""
+import sys, time
+from functools import partial
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pmlip.benchmark.runner import run_cells
+from test_benchmark_runner import CELLS, slow
+if __name__ == "__main__":
+    run_cells(CELLS, slow, Path({str(results)!r}))
+"""
+    file = notes / "script.py"
+    file.write_text(script)
+    process = subprocess.Popen([sys.executable, str(file)], start_new_session=True)
+    while not (results / f"{CELLS[1].name}.json").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    before = len(read_cells(results))
+    assert 2 <= before < 4
+    run_cells(CELLS, slow, results)
+    assert {cell: result["value"] for cell, result in read_cells(results).items()} == {
+        cell: cell.size + cell.seed for cell in CELLS
+    }
+    assert all(json.loads(file.read_text()) for file in results.iterdir())
+
+
+def slow(cell):
+    time.sleep(0.5)
+    return {"value": cell.size + cell.seed}
+
+
+def test_no_jobs_are_refused(folders):
+    with pytest.raises(ValueError, match="at least 1 job, got jobs=0"):
+        run_cells(CELLS, slow, folders[0], jobs=0)

@@ -1,0 +1,108 @@
+import pytest
+import torch
+
+from pmlip.nbody.data import Trajectories
+from pmlip.nbody.egnn import EGNNConfig
+from pmlip.nbody.methods import PEGNN, Deterministic, Ensemble, leave_one_out, parameter_table
+from pmlip.nbody.training import Recipe, train
+
+SMALL = EGNNConfig(layers=2, width=8)
+
+
+def data(count=40, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x, v = (torch.randn(count, 5, 3, generator=generator) for _ in range(2))
+    q = (torch.rand(count, 5, generator=generator) < 0.5).float() * 2 - 1
+    return Trajectories(x, v, q, x + 0.7 * v + 0.1 * torch.randn(count, 5, 3, generator=generator))
+
+
+def pegnn(**options):
+    torch.manual_seed(0)
+    return PEGNN(SMALL, **options)
+
+
+def test_samples_are_functions_of_their_number_and_not_of_the_batch(monkeypatch):
+    method, all_of_it = pegnn(), data()
+    for parameter in method.network.noise_parameters():
+        torch.nn.init.normal_(parameter)
+    out = method.sample(all_of_it, samples=6, seed=3)
+    assert out.positions.shape == (6, 200, 3)
+    assert out.systems == 40
+    monkeypatch.setattr("pmlip.nbody.methods.CHUNK", 20)
+    again = method.sample(all_of_it.part(4, 9), samples=4, seed=3)
+    torch.testing.assert_close(again.positions, out.positions[:4, 20:45])
+
+
+def test_an_ensemble_gives_what_its_members_give():
+    torch.manual_seed(0)
+    members = [Deterministic(SMALL) for _ in range(4)]
+    alone = [member.sample(data(), samples=1).positions[0] for member in members]
+    triples = leave_one_out(members)
+    assert len(triples) == 4
+    for left_out, triple in enumerate(triples):
+        out = triple.sample(data(), samples=3)
+        expected = torch.stack([alone[i] for i in range(4) if i != left_out])
+        torch.testing.assert_close(out.positions, expected)
+
+
+def test_training_lowers_the_loss_and_repeats():
+    recipe = Recipe(epochs=30, batch=20, learning_rate=1e-2)
+    runs = [train(pegnn(samples=4), data(), recipe, seed=1, points=3) for _ in range(2)]
+    start = float(pegnn(samples=4).loss(data(), torch.Generator()))
+    first, second = (list(run.method.parameters()) for run in runs)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    curve = runs[0].curve
+    assert [point["epoch"] for point in curve] == [10, 20, 30]
+    assert curve[-1]["loss"] < curve[0]["loss"] < 0.5 * start
+    assert runs[0].passes == 30 * 40 * 4
+    other = train(pegnn(samples=4), data(), recipe, seed=2)
+    assert not torch.equal(next(other.method.parameters()), first[0])
+
+
+def test_averaging_can_be_left_out():
+    recipe = Recipe(epochs=2, batch=20, average=0.0)
+    method = Deterministic(SMALL)
+    done = train(method, data(), recipe, seed=0)
+    for kept, last in zip(done.method.parameters(), method.parameters(), strict=True):
+        torch.testing.assert_close(kept, last)
+
+
+def test_weight_decay_spares_the_noise_unless_told():
+    """While all noise weights are zero no gradient reaches W_z, so in the first step only the decay can move it."""
+    for decay_noise in (False, True):
+        recipe = Recipe(epochs=1, batch=40, weight_decay=10.0, decay_noise=decay_noise, average=0.0)
+        method = train(pegnn(samples=2), data(), recipe, seed=0).method
+        shrunk = float(method.network.noise.mixing.detach().diag().mean()) < 1
+        assert shrunk == decay_noise
+
+
+def test_the_frame_of_the_centre_of_mass_changes_no_error():
+    moving = data()
+    resting = moving.at_rest(1.0)
+    assert float(resting.velocities.mean(1).abs().max()) < 1e-6
+    drift = moving.velocities.mean(1, keepdim=True)
+    prediction = torch.randn(40, 5, 3)
+    torch.testing.assert_close(prediction - resting.target, (prediction + drift) - moving.target)
+
+
+def test_the_table_of_parameters_is_the_papers():
+    assert parameter_table() == [
+        ("EGNN", 134_020, 1.0),
+        ("EGNN ensemble (K = 3)", 402_060, 3.0),
+        ("P-EGNN", 151_428, pytest.approx(1.13, abs=0.005)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: PEGNN(SMALL, samples=1), "at least 2 samples, got samples=1"),
+        (lambda: Deterministic(SMALL).sample(data(), samples=3), "has one sample, not 3"),
+        (lambda: Ensemble([Deterministic(SMALL)] * 3).sample(data(), samples=2), "ensemble of 3 members"),
+        (lambda: leave_one_out([Deterministic(SMALL)] * 2), "at least 3 members, got 2"),
+        (lambda: train(pegnn(), data(), Recipe(batch=100), seed=0), "a batch of 100 cannot be taken from 40"),
+    ],
+)
+def test_bad_input_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
