@@ -48,7 +48,7 @@ def test_an_ensemble_gives_what_its_members_give():
 def test_training_lowers_the_loss_and_repeats():
     recipe = Recipe(epochs=30, batch=20, learning_rate=1e-2)
     runs = [train(pegnn(samples=4), data(), recipe, seed=1, points=3) for _ in range(2)]
-    start = float(pegnn(samples=4).loss(data(), torch.Generator()))
+    start = pegnn(samples=4).loss(data(), torch.Generator()).item()
     first, second = (list(run.method.parameters()) for run in runs)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     curve = runs[0].curve

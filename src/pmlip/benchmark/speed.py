@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pmlip.benchmark.record import environment
 from pmlip.files import write_json
-from pmlip.nbody.data import Trajectories
 from pmlip.scores import fair_crps
 
 ENTRIES = 100_000
@@ -97,6 +96,7 @@ def measure_crps(console: Console) -> dict[str, Any]:
 
 def measure_nbody(console: Console) -> dict[str, Any]:
     """A training step of P-EGNN beside K passes of a textbook EGNN, on one thread; and a simulated trajectory."""
+    from pmlip.nbody.data import Trajectories
     from pmlip.nbody.methods import PEGNN
     from pmlip.nbody.simulate import initial, simulate
     from pmlip.nbody.textbook import TextbookEGNN, complete_pairs, simulate_plainly
@@ -123,7 +123,7 @@ def measure_nbody(console: Console) -> dict[str, Any]:
     many = initial(2000, seed=SEED)
     trajectory = _cost(lambda: simulate(*many))[0] / 2000
     plain_trajectory, _ = _cost(lambda: simulate_plainly(x[0], v[0], q[0], steps=4100))
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"what": f"training step, K = {count}, batch {graphs}, one thread", "seconds": step, "plain": plain_step},
         {"what": "one simulated trajectory, all cores", "seconds": trajectory, "plain": plain_trajectory},
     ]
