@@ -1,9 +1,10 @@
 import pytest
 import torch
 
+from contract import rotation
 from pmlip.nbody.data import Trajectories
 from pmlip.nbody.egnn import EGNNConfig
-from pmlip.nbody.methods import PEGNN, Deterministic, Ensemble, leave_one_out, parameter_table
+from pmlip.nbody.methods import BLIP, PEGNN, Deterministic, Ensemble, leave_one_out, parameter_table
 from pmlip.nbody.training import Recipe, train
 
 SMALL = EGNNConfig(layers=2, width=8)
@@ -43,6 +44,29 @@ def test_an_ensemble_gives_what_its_members_give():
         out = triple.sample(data(), samples=3)
         expected = torch.stack([alone[i] for i in range(4) if i != left_out])
         torch.testing.assert_close(out.positions, expected)
+
+
+def test_blip_repeats_for_a_seed_and_is_equivariant_only_without_its_noise():
+    """The noise of BLIP belongs to rows, not to the structure: the same draw turned is another draw."""
+    torch.manual_seed(0)
+    method, batch = BLIP(SMALL), data(6)
+    matrix = torch.from_numpy(rotation()).float()
+    turned = Trajectories(batch.positions @ matrix.T, batch.velocities @ matrix.T, batch.charges, batch.target)
+    with torch.no_grad():
+        for layer in method.network.layers:
+            layer.position[-1].weight.mul_(300)
+        once, again = (method.sample(batch, samples=3, seed=5).positions for _ in range(2))
+        assert torch.equal(once, again)
+        assert not torch.allclose(once[0], once[1])
+        torch.testing.assert_close(
+            method.run(turned, [None]), method.run(batch, [None]) @ matrix.T, rtol=1e-4, atol=1e-5
+        )
+        # alpha is invariant, so with equal random numbers in equal places even a BLIP sample would turn along;
+        # it does here, because the rows keep their order, and does not when the particles are relabelled
+        order = torch.tensor([1, 0, 2, 3, 4])
+        relabelled = batch.positions[:, order], batch.velocities[:, order], batch.charges[:, order], batch.target
+        moved = method.run(Trajectories(*relabelled), method.draw(1, seed=5))
+        assert not torch.allclose(moved[0][:, order], method.run(batch, method.draw(1, seed=5))[0], atol=1e-3)
 
 
 def test_training_lowers_the_loss_and_repeats():
@@ -96,6 +120,7 @@ def test_the_table_of_parameters_is_the_papers():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: BLIP(SMALL, beta=-1.0), "must not be negative, got beta=-1"),
         (lambda: PEGNN(SMALL, samples=1), "at least 2 samples, got samples=1"),
         (lambda: Deterministic(SMALL).sample(data(), samples=3), "has one sample, not 3"),
         (lambda: Ensemble([Deterministic(SMALL)] * 3).sample(data(), samples=2), "ensemble of 3 members"),

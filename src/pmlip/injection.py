@@ -1,19 +1,19 @@
 """Where noise enters a network: h = W x + b + W_noise z at the first linear layer of a block.
 
-A layer is made noisy by changing its class and giving it one more parameter, `noise_weight`. Its own
-parameters keep their names, so weights of the original still load (strict=False leaves the noise weights alone);
-and unlike a forward hook, the noise survives `deepcopy`, `pickle` and `torch.compile`.
+A layer is made noisy by changing its class (see `layers`) and giving it one more parameter, `noise_weight`. Its own
+parameters keep their names, so weights of the original still load; strict=False leaves the noise weights alone.
 """
 
 import difflib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pmlip.layers import Mixin, become, mixed_class
 from pmlip.noise import Noise
 
 Envelope = Callable[[Tensor], Tensor]
@@ -40,10 +40,9 @@ def vanish_with_input(x: Tensor) -> Tensor:
     return -torch.expm1(-16 * x.square().sum(-1, keepdim=True))
 
 
-class NoisyLayer(nn.Module):
-    """What the noisy layers share; `noisy_class` mixes a subclass of this with the layer's own class."""
+class NoisyLayer(Mixin):
+    """What the noisy layers share."""
 
-    plain_class: ClassVar[type[nn.Module]]
     noise_weight: nn.Parameter  # (out, noise), zero at the start
     noise_source: tuple[Noise]  # in a tuple, so that it is not registered as a part of every layer
     noise_site: Site
@@ -79,12 +78,8 @@ class NoisyLayer(nn.Module):
         site = self.noise_site
         shift = self.noise_source[0].shift(self.noise_weight.detach(), site.rows)
         del self.noise_weight, self.noise_source, self.noise_site
-        _become(self, self.plain_class)
+        become(self, self.plain_class)
         return (None if shift is None else shift.detach()), site
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # The class is made at run time, so pickle must be told how to make it again.
-        return _new_noisy, (self.plain_class,), self.__getstate__()
 
 
 class NoisyLinear(NoisyLayer):
@@ -115,7 +110,7 @@ class NoisyRadial(NoisyLayer):
         shift, site = self._unperturb()
         if shift is None:
             return
-        _become(self, ShiftedRadial)
+        become(self, ShiftedRadial)
         self.envelope = site.envelope
         self.register_buffer("shift", shift)
 
@@ -148,35 +143,13 @@ def _is_supported(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Linear) or _is_radial(layer)
 
 
-def noisy_class(plain: type[nn.Module]) -> type[NoisyLayer]:
-    """The noisy version of a class of layers, always the same one."""
-    if plain not in _NOISY_CLASSES:
-        family = NoisyLinear if issubclass(plain, nn.Linear) else NoisyRadial
-        body = {"plain_class": plain, "__module__": __name__}
-        _NOISY_CLASSES[plain] = type(f"Noisy{plain.__name__}", (family, plain), body)
-    return _NOISY_CLASSES[plain]
-
-
-_NOISY_CLASSES: dict[type[nn.Module], type[NoisyLayer]] = {}
-
-
-def _become(layer: nn.Module, kind: type[nn.Module]) -> None:
-    """Change what a layer is and keep all it holds: its place in the model, its parameters and their names."""
-    object.__setattr__(layer, "__class__", kind)
-
-
-def _new_noisy(plain: type[nn.Module]) -> NoisyLayer:
-    made = noisy_class(plain)
-    return made.__new__(made)
-
-
 def inject(module: nn.Module, noise: Noise, sites: Sequence[Site]) -> None:
     """Make the layers at `sites` noisy, in place."""
     for site in sites:
         layer = module.get_submodule(site.name)
         weight = next(layer.parameters()).detach()
         out_features = layer.out_features if isinstance(layer, nn.Linear) else weight.shape[1]
-        _become(layer, noisy_class(type(layer)))
+        become(layer, mixed_class(NoisyLinear if isinstance(layer, nn.Linear) else NoisyRadial, type(layer)))
         assert isinstance(layer, NoisyLayer)
         layer.perturb(noise, site, out_features, like=weight)
 

@@ -28,9 +28,13 @@ class PairLinear(nn.Linear):
     """A linear layer on [h_i, h_j, edge]: the parts of h_i and h_j are computed once per node, not once per edge."""
 
     def forward(self, h: Tensor, edge: Tensor, pairs: "Pairs | None" = None) -> Tensor:  # type: ignore[override]
+        return self.combine(h, edge, pairs, self.weight, self.bias)
+
+    @staticmethod
+    def combine(h: Tensor, edge: Tensor, pairs: "Pairs | None", weight: Tensor, bias: Tensor | None) -> Tensor:
         width = h.shape[-1]
-        of_receiver, of_sender, of_edge = self.weight.split([width, width, edge.shape[-1]], dim=1)
-        receiver, sender = functional.linear(h, of_receiver, self.bias), functional.linear(h, of_sender)
+        of_receiver, of_sender, of_edge = weight.split([width, width, edge.shape[-1]], dim=1)
+        receiver, sender = functional.linear(h, of_receiver, bias), functional.linear(h, of_sender)
         if pairs is None:
             return receiver.unsqueeze(-2) + others(sender) + functional.linear(edge, of_edge)
         return receiver[pairs.receiver] + sender[pairs.sender] + functional.linear(edge, of_edge)
@@ -91,10 +95,15 @@ class EGNN(nn.Module):
             for site in (Site(f"layers.{i}.edge.first", "edge"), Site(f"layers.{i}.node.0", "node"))
         ]
 
+    def node_features(self, velocities: Tensor, charges: Tensor) -> Tensor:
+        """The raw input of each node, (..., particle, 1)."""
+        if self.config.node_input == "charge":
+            return charges.unsqueeze(-1)
+        return velocities.square().sum(-1, keepdim=True).sqrt()
+
     def forward(self, positions: Tensor, velocities: Tensor, charges: Tensor, pairs: Pairs | None = None) -> Tensor:
         x, q = positions, charges.unsqueeze(-1)
-        speed = velocities.square().sum(-1, keepdim=True).sqrt()
-        h = self.embedding(speed if self.config.node_input == "speed" else q)
+        h = self.embedding(self.node_features(velocities, charges))
         product = q.unsqueeze(-2) * others(q) if pairs is None else q[pairs.receiver] * q[pairs.sender]
         start = None
         for depth, layer in enumerate(self.layers):

@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pmlip.methods.blip import make_variational
 from pmlip.model import perturb
 from pmlip.nbody.data import Trajectories
-from pmlip.nbody.egnn import EGNN, EGNNConfig
+from pmlip.nbody.egnn import EGNN, EGNNConfig, others
 from pmlip.noise import draw, draw_for_training
 from pmlip.samples import Samples
 from pmlip.scores import almost_fair_crps
@@ -25,11 +28,11 @@ class Method(nn.Module):
     def loss(self, batch: Trajectories, generator: torch.Generator) -> Tensor:
         raise NotImplementedError
 
-    def draw(self, samples: int, seed: int) -> Sequence[Tensor | None]:
-        """What distinguishes one sample from another, for each of them."""
+    def draw(self, samples: int, seed: int) -> Sequence[Any]:
+        """What distinguishes one sample from another, for each of them; None would be the sample without noise."""
         raise NotImplementedError
 
-    def run(self, data: Trajectories, draws: Sequence[Tensor | None]) -> Tensor:
+    def run(self, data: Trajectories, draws: Sequence[Any]) -> Tensor:
         """Positions (sample, trajectory, particle, 3) for these draws."""
         raise NotImplementedError
 
@@ -54,12 +57,12 @@ class Deterministic(Method):
         out = self.network(batch.positions, batch.velocities, batch.charges)
         return (out - batch.target).square().mean()
 
-    def draw(self, samples: int, seed: int) -> Sequence[Tensor | None]:
+    def draw(self, samples: int, seed: int) -> Sequence[Any]:
         if samples != 1:
             raise ValueError(f"a deterministic EGNN has one sample, not {samples}; make an ensemble of several")
         return [None]
 
-    def run(self, data: Trajectories, draws: Sequence[Tensor | None]) -> Tensor:
+    def run(self, data: Trajectories, draws: Sequence[Any]) -> Tensor:
         return self.network(data.positions, data.velocities, data.charges)[None]
 
 
@@ -80,10 +83,10 @@ class PEGNN(Method):
         noise = draw_for_training(self.training_samples, len(batch), self.network.noise.dim, generator=generator)
         return almost_fair_crps(self._positions(batch, noise), batch.target, fairness=self.fairness).mean()
 
-    def draw(self, samples: int, seed: int) -> Sequence[Tensor | None]:
+    def draw(self, samples: int, seed: int) -> Sequence[Any]:
         return list(draw(samples, self.network.noise.dim, seed=seed))
 
-    def run(self, data: Trajectories, draws: Sequence[Tensor | None]) -> Tensor:
+    def run(self, data: Trajectories, draws: Sequence[Any]) -> Tensor:
         noise = torch.stack([torch.zeros(self.network.noise.dim) if e is None else e for e in draws])
         return self._positions(data, noise[:, None].expand(-1, len(data), -1))
 
@@ -94,6 +97,51 @@ class PEGNN(Method):
         return out
 
 
+class BLIP(Method):
+    """EGNN with variational weights in all its message-passing layers, trained on MSE + beta KL with one sample."""
+
+    def __init__(self, config: EGNNConfig | None = None, *, beta: float = 0.01) -> None:
+        super().__init__()
+        if beta < 0:
+            raise ValueError(f"the weight of the KL divergence must not be negative, got beta={beta}")
+        self.network, self.beta = EGNN(config), beta
+        depth = range(self.network.config.layers)
+        layers = {
+            "edge": [
+                f"layers.{i}.{name}"
+                for i in depth
+                for name in ("edge.first", "edge.second", "position.0", "position.2")
+            ],
+            "node": [f"layers.{i}.{name}" for i in depth for name in ("node.0", "node.2", "velocity.0", "velocity.2")],
+        }
+        self.posterior = make_variational(self.network, layers, features={"edge": 3, "node": 1})
+
+    def loss(self, batch: Trajectories, generator: torch.Generator) -> Tensor:
+        alpha = self._alpha(batch)
+        error = self._positions(batch, alpha, generator) - batch.target
+        return error.square().mean() + self.beta * self.posterior.divergence(alpha)
+
+    def draw(self, samples: int, seed: int) -> Sequence[Any]:
+        seeds = np.random.SeedSequence(seed).generate_state(samples, np.uint64) >> 1
+        return [torch.Generator().manual_seed(int(number)) for number in seeds]
+
+    def run(self, data: Trajectories, draws: Sequence[Any]) -> Tensor:
+        alpha = self._alpha(data)
+        return torch.stack([self._positions(data, None if draw is None else alpha, draw) for draw in draws])
+
+    def _alpha(self, data: Trajectories) -> dict[str, Tensor]:
+        apart = (data.positions.unsqueeze(-2) - others(data.positions)).square().sum(-1, keepdim=True)
+        q = data.charges.unsqueeze(-1)
+        edge = torch.cat([apart, apart.sqrt(), q.unsqueeze(-2) * others(q)], -1)
+        return self.posterior.infer({"edge": edge, "node": self.network.node_features(data.velocities, data.charges)})
+
+    def _positions(
+        self, data: Trajectories, alpha: dict[str, Tensor] | None, generator: torch.Generator | None
+    ) -> Tensor:
+        with self.posterior.in_force(alpha, generator):
+            return self.network(data.positions, data.velocities, data.charges)
+
+
 class Ensemble(Method):
     """Several trained methods of one sample each."""
 
@@ -101,12 +149,12 @@ class Ensemble(Method):
         super().__init__()
         self.members = nn.ModuleList(members)
 
-    def draw(self, samples: int, seed: int) -> Sequence[Tensor | None]:
+    def draw(self, samples: int, seed: int) -> Sequence[Any]:
         if samples != len(self.members):
             raise ValueError(f"an ensemble of {len(self.members)} members has as many samples, not {samples}")
         return [None] * samples
 
-    def run(self, data: Trajectories, draws: Sequence[Tensor | None]) -> Tensor:
+    def run(self, data: Trajectories, draws: Sequence[Any]) -> Tensor:
         return torch.cat([member.run(data, [None]) for member in self.members])  # type: ignore[operator]
 
 

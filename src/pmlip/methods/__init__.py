@@ -1,0 +1,1 @@
+"""Other ways to an uncertainty, to compare with."""

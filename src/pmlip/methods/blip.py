@@ -1,0 +1,116 @@
+"""BLIP (Coscia et al. 2025), reconstructed from its paper: weights that are uncertain to a degree the input decides.
+
+    y = W x + b + sqrt(alpha (W^2)(x^2)) eps,   eps ~ N(0, 1) for every row and output unit
+
+which is what weights ~ N(W, alpha W^2) give, drawn anew for every row. alpha is one number for each layer and row, from
+a small network on the raw features of the row. The posterior is held to the prior N(0, a0 W^2) by its KL divergence.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pmlip.layers import Mixin, become, mixed_class
+
+
+class Posterior(nn.Module):
+    """alpha of every layer and row, and the random numbers in force. One for a whole network, as `Noise` is.
+
+    layers: kind of row -> number of layers with such rows; features: kind of row -> number of raw features.
+    """
+
+    alpha: Mapping[str, Tensor] | None  # kind of row -> (..., layer); None: no noise, the MAP network
+    generator: torch.Generator | None
+
+    def __init__(
+        self,
+        layers: Mapping[str, int],
+        features: Mapping[str, int],
+        *,
+        width: int = 64,
+        largest: float = 0.8,  # of p in alpha = p / (1 - p)
+        prior: float = 0.5,  # p of the prior
+    ) -> None:
+        super().__init__()
+        if not 0 < largest < 1 or not 0 < prior < 1:
+            raise ValueError(f"dropout probabilities lie between 0 and 1, got largest={largest} and prior={prior}")
+        self.networks = nn.ModuleDict(
+            {
+                kind: nn.Sequential(nn.Linear(features[kind], width), nn.SiLU(), nn.Linear(width, count))
+                for kind, count in layers.items()
+            }
+        )
+        self.largest, self.prior_alpha = largest, prior / (1 - prior)
+        self.alpha, self.generator = None, None
+
+    def infer(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """alpha (..., layer) for the raw features (..., feature) of each kind of row."""
+        alphas = {}
+        for kind, values in features.items():
+            p = torch.sigmoid(self.networks[kind](values)).clamp(1e-5, self.largest)
+            alphas[kind] = p / (1 - p)
+        return alphas
+
+    @contextlib.contextmanager
+    def in_force(self, alpha: Mapping[str, Tensor] | None, generator: torch.Generator | None) -> Iterator[None]:
+        """The layers that run inside draw their weights with this alpha; None: they do not."""
+        self.alpha, self.generator = alpha, generator
+        try:
+            yield
+        finally:
+            self.alpha, self.generator = None, None
+
+    def divergence(self, alpha: Mapping[str, Tensor]) -> Tensor:
+        """KL per weight, averaged over rows and layers, the kinds of rows added."""
+        return torch.stack([weight_divergence(values, self.prior_alpha).mean() for values in alpha.values()]).sum()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "alpha": None, "generator": None}
+
+
+def weight_divergence(alpha: Tensor, prior_alpha: float) -> Tensor:
+    """KL( N(w, alpha w^2) || N(0, a0 w^2) ) = ((alpha + 1) / a0 + ln a0 - ln alpha - 1) / 2, whatever w is."""
+    a0 = torch.as_tensor(prior_alpha).to(alpha)
+    return 0.5 * ((alpha + 1) / a0 + a0.log() - alpha.log() - 1)
+
+
+class VariationalLayer(Mixin):
+    """A linear layer with uncertain weights."""
+
+    posterior: tuple[Posterior]  # in a tuple, so that it is not registered as a part of every layer
+    place: tuple[str, int]  # kind of row, and which of its layers this is
+
+    def forward(self, *inputs: Any) -> Tensor:
+        layer: Any = self
+        mean: Tensor = super().forward(*inputs)
+        posterior = self.posterior[0]
+        if posterior.alpha is None:
+            return mean
+        kind, number = self.place
+        squared = [x.square() if isinstance(x, Tensor) else x for x in inputs]
+        combine: Any = getattr(layer, "combine", functional.linear)
+        variance = posterior.alpha[kind][..., number : number + 1] * combine(*squared, layer.weight.square(), None)
+        # the last term keeps the gradient of the root finite where a row is all zeros
+        noise = torch.randn(mean.shape, generator=posterior.generator).to(mean)
+        return mean + (variance + 1e-18).sqrt() * noise
+
+
+def make_variational(module: nn.Module, layers: Mapping[str, Sequence[str]], features: Mapping[str, int]) -> Posterior:
+    """Make the named linear layers variational, in place, and give their posterior.
+
+    layers: kind of row -> names of the layers with such rows.
+    """
+    posterior = Posterior({kind: len(names) for kind, names in layers.items()}, features)
+    for kind, names in layers.items():
+        for number, name in enumerate(names):
+            layer = module.get_submodule(name)
+            if not isinstance(layer, nn.Linear):
+                raise ValueError(f"{name!r} is a {type(layer).__name__}; only linear layers can be variational")
+            become(layer, mixed_class(VariationalLayer, type(layer)))
+            assert isinstance(layer, VariationalLayer)
+            layer.posterior, layer.place = (posterior,), (kind, number)
+    return posterior
