@@ -20,7 +20,9 @@ def test_data_are_the_simulated_trajectories(tmp_path):
     data = load("train", SMALL, cache=tmp_path)
     x, v, q = initial(12, seed=0)
     positions, velocities = simulate(x, v, q, steps=(10, 30))
-    for given, expected in zip(vars(data).values(), (positions[0], velocities[0], q, positions[1]), strict=True):
+    for given, expected in zip(
+        vars(data).values(), (positions[0], velocities[0], q, positions[1], velocities[1]), strict=True
+    ):
         assert given.dtype == torch.float32
         np.testing.assert_allclose(given, expected, rtol=1e-6)
 
@@ -60,6 +62,19 @@ def test_a_smaller_training_set_is_a_prefix(tmp_path):
         data.first(13)
 
 
+def test_a_reversed_trajectory_obeys_the_same_law(tmp_path):
+    """Started at its target with turned velocities, the simulation comes back to where it was, to within a step."""
+    data = load("train", SMALL, cache=tmp_path).with_reversed()
+    assert len(data) == 24
+    back = data.part(12, 24)
+    elapsed = SMALL.steps[1] - SMALL.steps[0]
+    positions, _ = simulate(
+        *(array.double().numpy() for array in (back.positions, back.velocities, back.charges)), steps=(elapsed,)
+    )
+    np.testing.assert_allclose(positions[0], back.target, atol=5e-3)
+    assert torch.equal(back.target, data.part(0, 12).positions)
+
+
 def test_an_unknown_split_is_refused():
     with pytest.raises(ValueError, match="unknown split 'val'; allowed: train, valid, test, out_of_distribution"):
         load("val", SMALL)
@@ -88,6 +103,7 @@ def test_files_of_the_public_generator(public):
     np.testing.assert_allclose(data.velocities, velocities[1], rtol=1e-6)
     np.testing.assert_allclose(data.charges, q)
     np.testing.assert_allclose(data.target, positions[3], rtol=1e-6)
+    np.testing.assert_allclose(data.target_velocities, velocities[3], rtol=1e-6)
 
 
 def test_public_files_that_do_not_fit_are_refused(public):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ def data(count=40, seed=0):
     generator = torch.Generator().manual_seed(seed)
     x, v = (torch.randn(count, 5, 3, generator=generator) for _ in range(2))
     q = (torch.rand(count, 5, generator=generator) < 0.5).float() * 2 - 1
-    return Trajectories(x, v, q, x + 0.7 * v + 0.1 * torch.randn(count, 5, 3, generator=generator))
+    return Trajectories(x, v, q, x + 0.7 * v + 0.1 * torch.randn(count, 5, 3, generator=generator), v)
 
 
 def pegnn(**options):
@@ -51,7 +53,7 @@ def test_blip_repeats_for_a_seed_and_is_equivariant_only_without_its_noise():
     torch.manual_seed(0)
     method, batch = BLIP(SMALL), data(6)
     matrix = torch.from_numpy(rotation()).float()
-    turned = Trajectories(batch.positions @ matrix.T, batch.velocities @ matrix.T, batch.charges, batch.target)
+    turned = replace(batch, positions=batch.positions @ matrix.T, velocities=batch.velocities @ matrix.T)
     with torch.no_grad():
         for layer in method.network.layers:
             layer.position[-1].weight.mul_(300)
@@ -64,8 +66,8 @@ def test_blip_repeats_for_a_seed_and_is_equivariant_only_without_its_noise():
         # alpha is invariant, so with equal random numbers in equal places even a BLIP sample would turn along;
         # it does here, because the rows keep their order, and does not when the particles are relabelled
         order = torch.tensor([1, 0, 2, 3, 4])
-        relabelled = batch.positions[:, order], batch.velocities[:, order], batch.charges[:, order], batch.target
-        moved = method.run(Trajectories(*relabelled), method.draw(1, seed=5))
+        relabelled = Trajectories(*(array[:, order] for array in vars(batch).values()))
+        moved = method.run(relabelled, method.draw(1, seed=5))
         assert not torch.allclose(moved[0][:, order], method.run(batch, method.draw(1, seed=5))[0], atol=1e-3)
 
 

@@ -42,6 +42,7 @@ def nbody(
     jobs: Annotated[int, typer.Option(min=1, help="Processes at once, one thread each.")] = 1,
     preset: Annotated[str, typer.Option(help="quick: minutes, to try it out; full: the benchmark.")] = "full",
     at_rest: Annotated[bool, typer.Option(help="Work in the frame of the centre of mass.")] = False,
+    time_reversal: Annotated[bool, typer.Option(help="Train on the reversed trajectories too.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of the result files; finished cells are skipped.")] = Path(
         "benchmarks/results/nbody"
     ),
@@ -67,7 +68,7 @@ def nbody(
             methods=_listed(methods),
             sizes=[int(size) for size in _listed(sizes)],
             seeds=seeds,
-            settings=replace(benchmark.PRESETS[preset], at_rest=at_rest),
+            settings=replace(benchmark.PRESETS[preset], at_rest=at_rest, time_reversal=time_reversal),
             folder=out,
             jobs=jobs,
             console=Console(),

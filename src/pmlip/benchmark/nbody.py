@@ -39,6 +39,7 @@ class NBodySettings:
     test_samples: int = 100
     validation_samples: int = 50
     at_rest: bool = False  # work in the frame of the centre of mass, all methods alike
+    time_reversal: bool = False  # train on the reversed trajectories too, all methods alike
 
     def recipe(self, method: str) -> Recipe:
         return dict(self.recipes)[method]
@@ -129,7 +130,7 @@ def work(cell: Cell, *, settings: NBodySettings, folder: Path, seeds: int) -> di
         watched = min(samples, settings.validation_samples)
         done = train(
             method,
-            sets["train"].first(cell.size),
+            _training_set(sets["train"].first(cell.size), settings),
             settings.recipe(cell.method),
             seed=cell.seed,
             watch=lambda m: judge(m.sample(sets["valid"], samples=watched), sets["valid"]),
@@ -179,6 +180,10 @@ def judge(samples: Samples, data: Trajectories) -> dict[str, float]:
     if samples.count > 1:
         scores["ssr"] = metrics.spread_skill_ratio(mean, samples.spread.positions, target, samples.count)
     return scores
+
+
+def _training_set(data: Trajectories, settings: NBodySettings) -> Trajectories:
+    return data.with_reversed() if settings.time_reversal else data
 
 
 def _load(split: str, settings: NBodySettings) -> Trajectories:

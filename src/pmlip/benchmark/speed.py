@@ -103,7 +103,7 @@ def measure_nbody(console: Console) -> dict[str, Any]:
 
     graphs, count = 100, 10
     x, v, q = initial(graphs, seed=SEED)
-    batch = Trajectories(*(torch.from_numpy(array).float() for array in (x, v, q, x + v)))
+    batch = Trajectories(*(torch.from_numpy(array).float() for array in (x, v, q, x + v, v)))
     generator = torch.Generator().manual_seed(SEED)
     ours, textbook = PEGNN(samples=count), TextbookEGNN()
     pairs = complete_pairs(graphs, x.shape[1])

@@ -37,6 +37,9 @@ class NBodyConfig:
         return getattr(self, name), steps, len(SPLITS) * self.seed + SPLITS.index(name)
 
 
+_FIELDS = ("positions", "velocities", "charges", "target", "target_velocities")
+
+
 @dataclass(frozen=True)
 class Trajectories:
     """Where particles were, and where they went; single precision."""
@@ -45,6 +48,7 @@ class Trajectories:
     velocities: Tensor  # (trajectory, particle, 3)
     charges: Tensor  # (trajectory, particle)
     target: Tensor  # (trajectory, particle, 3) positions at the target step
+    target_velocities: Tensor  # (trajectory, particle, 3); nothing predicts them, but time can run backwards from them
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -63,17 +67,29 @@ class Trajectories:
         Exact: momentum is conserved, and an error in this frame is the same error in the other.
         """
         drift = self.velocities.mean(-2, keepdim=True)
-        return Trajectories(self.positions, self.velocities - drift, self.charges, self.target - elapsed * drift)
+        return Trajectories(
+            self.positions,
+            self.velocities - drift,
+            self.charges,
+            self.target - elapsed * drift,
+            self.target_velocities - drift,
+        )
+
+    def with_reversed(self) -> "Trajectories":
+        """These and as many again that start where these end, with turned velocities: the same law of motion."""
+        turned = (self.target, -self.target_velocities, self.charges, self.positions, -self.velocities)
+        own = (getattr(self, name) for name in _FIELDS)
+        return Trajectories(*(torch.cat(pair) for pair in zip(own, turned, strict=True)))
 
     def select(self, index: Tensor | slice) -> "Trajectories":
-        return Trajectories(self.positions[index], self.velocities[index], self.charges[index], self.target[index])
+        return Trajectories(*(getattr(self, name)[index] for name in _FIELDS))
 
 
 def load(split: str, config: NBodyConfig | None = None, *, cache: Path | None = None) -> Trajectories:
     """A split of the data, simulated if `cache` does not hold it yet (by default the user's cache folder)."""
     config = config or NBodyConfig()
     count, steps, seed = config.split(split)
-    settings = {"split": split, **asdict(config), "format": 1}
+    settings = {"split": split, **asdict(config), "format": 2}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
     file = (cache or cache_folder()) / f"nbody-{split}-{digest}.npz"
     if file.exists():
@@ -84,15 +100,12 @@ def load(split: str, config: NBodyConfig | None = None, *, cache: Path | None = 
             warnings.warn(f"{file} is damaged; the trajectories are simulated again", stacklevel=2)
     x, v, q = initial(count, particles=config.particles, seed=seed)
     positions, velocities = simulate(x, v, q, steps=steps)
-    arrays = (positions[0], velocities[0], q, positions[1])
+    arrays = (positions[0], velocities[0], q, positions[1], velocities[1])
     named = {name: array.astype(np.float32) for name, array in zip(_FIELDS, arrays, strict=True)}
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(file) as stream:
         np.savez(stream, allow_pickle=False, **named)
     return Trajectories(*map(torch.from_numpy, named.values()))
-
-
-_FIELDS = ("positions", "velocities", "charges", "target")
 
 
 def read_public(folder: str | Path, split: str, *, frames: tuple[int, int] = (30, 40)) -> Trajectories:
@@ -123,6 +136,7 @@ def read_public(folder: str | Path, split: str, *, frames: tuple[int, int] = (30
         torch.from_numpy(arrays["vel"][:, start]).mT.contiguous(),
         torch.from_numpy(arrays["charges"]).reshape(count, particles),
         torch.from_numpy(arrays["loc"][:, end]).mT.contiguous(),
+        torch.from_numpy(arrays["vel"][:, end]).mT.contiguous(),
     )
 
 
