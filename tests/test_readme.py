@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pmlip.benchmark.speed import markdown
+from pmlip.benchmark.speed import crps_markdown, nbody_markdown
 
 PROJECT = Path(__file__).parents[1]
 SNIPPETS = [
@@ -22,9 +22,12 @@ def test_snippets_run(file, tmp_path, monkeypatch):
     exec(compile(code, str(file), "exec"), {"__name__": "snippets"})
 
 
-def test_the_speed_table_is_that_of_the_result_file():
-    result = json.loads((PROJECT / "benchmarks" / "results" / "speed" / "crps.json").read_text())
-    assert markdown(result) in (PROJECT / "README.md").read_text()
+@pytest.mark.parametrize(
+    ("part", "page", "markdown"), [("crps", "README.md", crps_markdown), ("nbody", "docs/nbody.md", nbody_markdown)]
+)
+def test_tables_are_those_of_the_result_files(part, page, markdown):
+    result = json.loads((PROJECT / "benchmarks" / "results" / "speed" / f"{part}.json").read_text())
+    assert markdown(result) in (PROJECT / page).read_text()
 
 
 def test_there_are_snippets():

@@ -192,8 +192,17 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """The table of a result file: our time, and how many times that and our memory each rival takes."""
+def nbody_markdown(result: dict[str, Any]) -> str:
+    """The table of the result file `nbody.json`."""
+    lines = ["| | pmlip | plain | times faster |", "|---|---|---|---|"]
+    for row in result["rows"]:
+        cells = (row["what"], f"{1e3 * row['seconds']:.2f} ms", f"{1e3 * row['plain']:.1f} ms", f"{row['ratio']:.1f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def crps_markdown(result: dict[str, Any]) -> str:
+    """The table of the result file `crps.json`: our time, and how many times that and our memory each rival takes."""
     cost = {(row["samples"], row["task"], row["contestant"]): row for row in result["rows"]}
     lines = [
         "| K | | pmlip | scoringrules: time, memory | double sum: time, memory |",
