@@ -6,7 +6,7 @@ import torch
 from contract import rotation
 from pmlip.nbody.data import Trajectories
 from pmlip.nbody.egnn import EGNNConfig
-from pmlip.nbody.methods import BLIP, PEGNN, Deterministic, Ensemble, leave_one_out, parameter_table
+from pmlip.nbody.methods import BLIP, PEGNN, Deterministic, Ensemble, MCDropout, leave_one_out, parameter_table
 from pmlip.nbody.training import Recipe, train
 
 SMALL = EGNNConfig(layers=2, width=8)
@@ -69,6 +69,16 @@ def test_blip_repeats_for_a_seed_and_is_equivariant_only_without_its_noise():
         relabelled = Trajectories(*(array[:, order] for array in vars(batch).values()))
         moved = method.run(relabelled, method.draw(1, seed=5))
         assert not torch.allclose(moved[0][:, order], method.run(batch, method.draw(1, seed=5))[0], atol=1e-3)
+
+
+def test_dropout_repeats_for_a_seed_and_can_be_left_out():
+    torch.manual_seed(0)
+    method, batch = MCDropout(SMALL), data(6)
+    once, again = (method.sample(batch, samples=3, seed=5).positions for _ in range(2))
+    assert torch.equal(once, again)
+    assert not torch.allclose(once[0], once[1])
+    plain = method.network(batch.positions, batch.velocities, batch.charges)
+    torch.testing.assert_close(method.run(batch, [None])[0], plain)
 
 
 def test_training_lowers_the_loss_and_repeats():

@@ -36,7 +36,9 @@ def demo(
 
 @bench.command()
 def nbody(
-    methods: Annotated[str, typer.Option(help="Methods, with commas between them.")] = "egnn,ensemble,blip,p-egnn",
+    methods: Annotated[
+        str, typer.Option(help="Methods, with commas between them.")
+    ] = "egnn,ensemble,blip,mc-dropout,p-egnn",
     sizes: Annotated[str, typer.Option(help="Training sizes, with commas between them.")] = "1000,3000,10000",
     seeds: Annotated[int, typer.Option(min=1, help="Seeds 0 to SEEDS - 1.")] = 4,
     jobs: Annotated[int, typer.Option(min=1, help="Processes at once, one thread each.")] = 1,

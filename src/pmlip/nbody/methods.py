@@ -1,5 +1,6 @@
 """The methods of the benchmark. Each is a module with a loss to train on, and gives samples of where particles go."""
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pmlip.methods.blip import make_variational
+from pmlip.methods.mc_dropout import add_dropout
 from pmlip.model import perturb
 from pmlip.nbody.data import Trajectories
 from pmlip.nbody.egnn import EGNN, EGNNConfig, others
@@ -105,14 +107,9 @@ class BLIP(Method):
         if beta < 0:
             raise ValueError(f"the weight of the KL divergence must not be negative, got beta={beta}")
         self.network, self.beta = EGNN(config), beta
-        depth = range(self.network.config.layers)
         layers = {
-            "edge": [
-                f"layers.{i}.{name}"
-                for i in depth
-                for name in ("edge.first", "edge.second", "position.0", "position.2")
-            ],
-            "node": [f"layers.{i}.{name}" for i in depth for name in ("node.0", "node.2", "velocity.0", "velocity.2")],
+            "edge": _in_every_layer(self.network, "edge.first", "edge.second", "position.0", "position.2"),
+            "node": _in_every_layer(self.network, "node.0", "node.2", "velocity.0", "velocity.2"),
         }
         self.posterior = make_variational(self.network, layers, features={"edge": 3, "node": 1})
 
@@ -122,8 +119,7 @@ class BLIP(Method):
         return error.square().mean() + self.beta * self.posterior.divergence(alpha)
 
     def draw(self, samples: int, seed: int) -> Sequence[Any]:
-        seeds = np.random.SeedSequence(seed).generate_state(samples, np.uint64) >> 1
-        return [torch.Generator().manual_seed(int(number)) for number in seeds]
+        return _generators(samples, seed)
 
     def run(self, data: Trajectories, draws: Sequence[Any]) -> Tensor:
         alpha = self._alpha(data)
@@ -140,6 +136,38 @@ class BLIP(Method):
     ) -> Tensor:
         with self.posterior.in_force(alpha, generator):
             return self.network(data.positions, data.velocities, data.charges)
+
+
+class MCDropout(Method):
+    """EGNN with dropout inside its message and update MLPs, in prediction too."""
+
+    def __init__(self, config: EGNNConfig | None = None, *, share: float = 0.1) -> None:
+        super().__init__()
+        self.network = EGNN(config)
+        self.dropout = add_dropout(self.network, _in_every_layer(self.network, "edge.second", "node.2"), share=share)
+
+    def loss(self, batch: Trajectories, generator: torch.Generator) -> Tensor:
+        return (self._positions(batch, generator) - batch.target).square().mean()
+
+    def draw(self, samples: int, seed: int) -> Sequence[Any]:
+        return _generators(samples, seed)
+
+    def run(self, data: Trajectories, draws: Sequence[Any]) -> Tensor:
+        return torch.stack([self._positions(data, draw) for draw in draws])
+
+    def _positions(self, data: Trajectories, generator: torch.Generator | None) -> Tensor:
+        with contextlib.nullcontext() if generator is None else self.dropout.in_force(generator):
+            return self.network(data.positions, data.velocities, data.charges)
+
+
+def _in_every_layer(network: EGNN, *names: str) -> list[str]:
+    return [f"layers.{i}.{name}" for i in range(network.config.layers) for name in names]
+
+
+def _generators(samples: int, seed: int) -> list[torch.Generator]:
+    """Random numbers of each sample; they go on from batch to batch, so a seed repeats for the same data only."""
+    seeds = np.random.SeedSequence(seed).generate_state(samples, np.uint64) >> 1
+    return [torch.Generator().manual_seed(int(number)) for number in seeds]
 
 
 class Ensemble(Method):

@@ -1,0 +1,64 @@
+"""MC dropout (Gal and Ghahramani 2016): hidden units left out at random, in training and in prediction alike."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pmlip.layers import Mixin, become, mixed_class
+
+
+class Dropout(nn.Module):
+    """The share of units that is left out, and the random numbers in force. One for a whole network."""
+
+    generator: torch.Generator | None
+    active: bool
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        if not 0 < share < 1:
+            raise ValueError(f"the share of units left out lies between 0 and 1, got {share}")
+        self.share = share
+        self.active, self.generator = False, None
+
+    @contextlib.contextmanager
+    def in_force(self, generator: torch.Generator | None) -> Iterator[None]:
+        """The layers that run inside leave units out; outside they use all."""
+        self.active, self.generator = True, generator
+        try:
+            yield
+        finally:
+            self.active, self.generator = False, None
+
+    def thin(self, x: Tensor) -> Tensor:
+        """x with each number zero with probability `share`, the others scaled up so that the mean stays."""
+        if not self.active:
+            return x
+        kept = torch.rand(x.shape, generator=self.generator).to(x) >= self.share
+        return x * kept / (1 - self.share)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "active": False, "generator": None}
+
+
+class ThinnedLayer(Mixin):
+    """A layer whose inputs are thinned out."""
+
+    dropout: tuple[Dropout]  # in a tuple, so that it is not registered as a part of every layer
+
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        out: Tensor = super().forward(self.dropout[0].thin(x), *rest)
+        return out
+
+
+def add_dropout(module: nn.Module, layers: Sequence[str], *, share: float) -> Dropout:
+    """Thin out the inputs of the named layers, in place; gives what switches it on."""
+    dropout = Dropout(share)
+    for name in layers:
+        layer = module.get_submodule(name)
+        become(layer, mixed_class(ThinnedLayer, type(layer)))
+        assert isinstance(layer, ThinnedLayer)
+        layer.dropout = (dropout,)
+    return dropout
