@@ -6,6 +6,8 @@ from typer.testing import CliRunner
 from pmlip.benchmark.runner import read_cells
 from pmlip.cli import app
 
+ALL = "egnn,ensemble,blip,mc-dropout,p-egnn,p-blip"
+
 
 def invoke(*arguments):
     return CliRunner().invoke(app, ["bench", "nbody", *arguments])
@@ -14,10 +16,12 @@ def invoke(*arguments):
 def test_the_quick_preset_from_end_to_end(tmp_path, monkeypatch):
     monkeypatch.setenv("PMLIP_CACHE", str(tmp_path / "cache"))
     out = tmp_path / "results"
-    result = invoke("--preset", "quick", "--sizes", "200", "--seeds", "3", "--jobs", "2", "--out", str(out))
+    result = invoke(
+        "--preset", "quick", "--methods", ALL, "--sizes", "200", "--seeds", "3", "--jobs", "2", "--out", str(out)
+    )
     assert result.exit_code == 0, result.output
     cells = read_cells(out)
-    assert len(cells) == 15
+    assert len(cells) == 18
     for cell, content in cells.items():
         assert content["cell"] == {"method": cell.method, "size": 200, "seed": cell.seed}
         assert content["test"]["mse"] > 0
@@ -30,10 +34,10 @@ def test_the_quick_preset_from_end_to_end(tmp_path, monkeypatch):
     assert some["test_three_samples"]["ssr"] > 0
     assert len(some["validation_curve"]) == 4
     table = (out / "table.md").read_text()
-    assert table.count("\n") == 2 + 5
+    assert table.count("\n") == 2 + 6
     assert (out / "figure.png").read_bytes().startswith(b"\x89PNG")
     rows = json.loads((out / "table.json").read_text())
-    assert [row["method"] for row in rows] == ["egnn", "ensemble", "blip", "mc-dropout", "p-egnn"]
+    assert [row["method"] for row in rows] == ["egnn", "ensemble", "blip", "mc-dropout", "p-egnn", "p-blip"]
     passes = {row["method"]: row["training_passes"] for row in rows}
     assert passes["ensemble"] == 2 * passes["egnn"]  # two members of three seeds
 
@@ -43,7 +47,7 @@ def test_the_quick_preset_from_end_to_end(tmp_path, monkeypatch):
     [
         (
             ["--methods", "p-eggn"],
-            "unknown method 'p-eggn'; allowed: egnn, ensemble, blip, mc-dropout, p-egnn; did you mean 'p-egnn'?",
+            "allowed: egnn, ensemble, blip, mc-dropout, p-egnn, p-blip; did you mean 'p-egnn'?",
         ),
         (["--sizes", "20000"], "a training set of 20000 was asked for, but the data hold 10000"),
         (["--preset", "slow"], "unknown preset 'slow'; allowed: quick, full"),

@@ -6,7 +6,7 @@ import torch
 from contract import rotation
 from pmlip.nbody.data import Trajectories
 from pmlip.nbody.egnn import EGNNConfig
-from pmlip.nbody.methods import BLIP, PEGNN, Deterministic, Ensemble, MCDropout, leave_one_out, parameter_table
+from pmlip.nbody.methods import BLIP, PBLIP, PEGNN, Deterministic, Ensemble, MCDropout, leave_one_out, parameter_table
 from pmlip.nbody.training import Recipe, train
 
 SMALL = EGNNConfig(layers=2, width=8)
@@ -69,6 +69,23 @@ def test_blip_repeats_for_a_seed_and_is_equivariant_only_without_its_noise():
         relabelled = Trajectories(*(array[:, order] for array in vars(batch).values()))
         moved = method.run(relabelled, method.draw(1, seed=5))
         assert not torch.allclose(moved[0][:, order], method.run(batch, method.draw(1, seed=5))[0], atol=1e-3)
+
+
+def test_blip_under_noise_has_both_noises_and_trains_both():
+    torch.manual_seed(0)
+    method, batch = PBLIP(SMALL, samples=4), data(6)
+    once, again = (method.sample(batch, samples=3, seed=5).positions for _ in range(2))
+    assert torch.equal(once, again)
+    assert not torch.allclose(once[0], once[1])  # the weights alone, at zero noise weights
+    done = train(method, data(), Recipe(epochs=3, batch=20, average=0.0), seed=0).method
+    assert done.network.trained
+    e, generator = done.draw(2, seed=0)[0], done.draw(2, seed=0)[1]
+    mixed = [e, (generator[0], e[1])]  # the same weights twice, another z
+    weights = [torch.Generator().manual_seed(3) for _ in range(2)]
+    outputs = done.run(batch, [(z, g) for (z, _), g in zip(mixed, weights, strict=True)])
+    assert not torch.allclose(outputs[0], outputs[1])
+    plain = done.network(batch.positions[None], batch.velocities[None], batch.charges[None])
+    torch.testing.assert_close(done.run(batch, [None]), plain)
 
 
 def test_dropout_repeats_for_a_seed_and_can_be_left_out():

@@ -18,12 +18,12 @@ from pmlip.benchmark.runner import Cell, read_cells, run_cells
 from pmlip.files import atomic_write, write_json
 from pmlip.nbody import data as nbody_data
 from pmlip.nbody.data import NBodyConfig, Trajectories
-from pmlip.nbody.methods import BLIP, PEGNN, Deterministic, MCDropout, Method, leave_one_out
+from pmlip.nbody.methods import BLIP, PBLIP, PEGNN, Deterministic, MCDropout, Method, leave_one_out
 from pmlip.nbody.training import Recipe, train
 from pmlip.samples import Samples
 from pmlip.scores import fair_crps
 
-METHODS = ("egnn", "ensemble", "blip", "mc-dropout", "p-egnn")
+METHODS = ("egnn", "ensemble", "blip", "mc-dropout", "p-egnn", "p-blip")
 ELAPSED = 1.0  # time between input and target
 
 
@@ -35,6 +35,7 @@ class NBodySettings:
         ("blip", Recipe()),
         ("mc-dropout", Recipe()),
         ("p-egnn", Recipe()),
+        ("p-blip", Recipe()),
     )
     training_samples: int = 10  # K in training
     test_samples: int = 100
@@ -48,7 +49,7 @@ class NBodySettings:
 
 QUICK = NBodySettings(
     data=NBodyConfig(train=400, valid=100, test=200, out_of_distribution=100),
-    recipes=tuple((name, Recipe(epochs=4)) for name in ("egnn", "blip", "mc-dropout", "p-egnn")),
+    recipes=tuple((name, Recipe(epochs=4)) for name in ("egnn", "blip", "mc-dropout", "p-egnn", "p-blip")),
     training_samples=4,
     test_samples=20,
     validation_samples=10,
@@ -126,6 +127,7 @@ def work(cell: Cell, *, settings: NBodySettings, folder: Path, seeds: int) -> di
             "blip": BLIP,
             "mc-dropout": MCDropout,
             "p-egnn": partial(PEGNN, samples=settings.training_samples),
+            "p-blip": partial(PBLIP, samples=settings.training_samples),
         }
         method = made[cell.method]()
         samples = 1 if cell.method == "egnn" else settings.test_samples
@@ -153,7 +155,7 @@ def work(cell: Cell, *, settings: NBodySettings, folder: Path, seeds: int) -> di
     }
     if samples > 3:
         result["test_three_samples"] = judge(test.subset(3), sets["test"])
-    if cell.method in ("blip", "mc-dropout", "p-egnn"):  # noise that can be left out
+    if cell.method in ("blip", "mc-dropout", "p-egnn", "p-blip"):  # noise that can be left out
         with torch.no_grad():
             point = method.run(sets["test"], [None]).flatten(1, 2)
         result["test_at_zero_noise"] = judge(Samples({"positions": point}, test.system), sets["test"])

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pmlip.methods.blip import make_variational
+from pmlip.methods.blip import Posterior, make_variational
 from pmlip.methods.mc_dropout import add_dropout
 from pmlip.model import perturb
 from pmlip.nbody.data import Trajectories
@@ -104,17 +104,11 @@ class BLIP(Method):
 
     def __init__(self, config: EGNNConfig | None = None, *, beta: float = 0.01) -> None:
         super().__init__()
-        if beta < 0:
-            raise ValueError(f"the weight of the KL divergence must not be negative, got beta={beta}")
-        self.network, self.beta = EGNN(config), beta
-        layers = {
-            "edge": _in_every_layer(self.network, "edge.first", "edge.second", "position.0", "position.2"),
-            "node": _in_every_layer(self.network, "node.0", "node.2", "velocity.0", "velocity.2"),
-        }
-        self.posterior = make_variational(self.network, layers, features={"edge": 3, "node": 1})
+        self.network, self.beta = EGNN(config), _checked(beta)
+        self.posterior = _uncertain_weights(self.network)
 
     def loss(self, batch: Trajectories, generator: torch.Generator) -> Tensor:
-        alpha = self._alpha(batch)
+        alpha = _alpha(self.posterior, self.network, batch)
         error = self._positions(batch, alpha, generator) - batch.target
         return error.square().mean() + self.beta * self.posterior.divergence(alpha)
 
@@ -122,20 +116,71 @@ class BLIP(Method):
         return _generators(samples, seed)
 
     def run(self, data: Trajectories, draws: Sequence[Any]) -> Tensor:
-        alpha = self._alpha(data)
+        alpha = _alpha(self.posterior, self.network, data)
         return torch.stack([self._positions(data, None if draw is None else alpha, draw) for draw in draws])
-
-    def _alpha(self, data: Trajectories) -> dict[str, Tensor]:
-        apart = (data.positions.unsqueeze(-2) - others(data.positions)).square().sum(-1, keepdim=True)
-        q = data.charges.unsqueeze(-1)
-        edge = torch.cat([apart, apart.sqrt(), q.unsqueeze(-2) * others(q)], -1)
-        return self.posterior.infer({"edge": edge, "node": self.network.node_features(data.velocities, data.charges)})
 
     def _positions(
         self, data: Trajectories, alpha: dict[str, Tensor] | None, generator: torch.Generator | None
     ) -> Tensor:
         with self.posterior.in_force(alpha, generator):
             return self.network(data.positions, data.velocities, data.charges)
+
+
+class PBLIP(PEGNN):
+    """BLIP's weights under P-EGNN's noise, which the paper names as future work: fair CRPS + beta KL."""
+
+    def __init__(
+        self, config: EGNNConfig | None = None, *, noise_dim: int = 32, samples: int = 10, beta: float = 0.01
+    ) -> None:
+        super().__init__(config, noise_dim=noise_dim, samples=samples)
+        self.beta = _checked(beta)
+        self.posterior = _uncertain_weights(self.egnn)
+
+    @property
+    def egnn(self) -> EGNN:
+        backbone = self.network.backbone
+        assert isinstance(backbone, EGNN)
+        return backbone
+
+    def loss(self, batch: Trajectories, generator: torch.Generator) -> Tensor:
+        alpha = _alpha(self.posterior, self.egnn, batch)
+        with self.posterior.in_force(alpha, generator):
+            score = super().loss(batch, generator)
+        return score + self.beta * self.posterior.divergence(alpha)
+
+    def draw(self, samples: int, seed: int) -> Sequence[Any]:
+        return list(zip(super().draw(samples, seed), _generators(samples, seed), strict=True))
+
+    def run(self, data: Trajectories, draws: Sequence[Any]) -> Tensor:
+        alpha = _alpha(self.posterior, self.egnn, data)
+        outputs = []
+        for pair in draws:
+            e, generator = (None, None) if pair is None else pair
+            with self.posterior.in_force(None if pair is None else alpha, generator):
+                outputs.append(super().run(data, [e]))
+        return torch.cat(outputs)
+
+
+def _checked(beta: float) -> float:
+    if beta < 0:
+        raise ValueError(f"the weight of the KL divergence must not be negative, got beta={beta}")
+    return beta
+
+
+def _uncertain_weights(network: EGNN) -> Posterior:
+    layers = {
+        "edge": _in_every_layer(network, "edge.first", "edge.second", "position.0", "position.2"),
+        "node": _in_every_layer(network, "node.0", "node.2", "velocity.0", "velocity.2"),
+    }
+    return make_variational(network, layers, features={"edge": 3, "node": 1})
+
+
+def _alpha(posterior: Posterior, network: EGNN, data: Trajectories) -> dict[str, Tensor]:
+    """alpha of every edge and node from the raw inputs of the network."""
+    apart = (data.positions.unsqueeze(-2) - others(data.positions)).square().sum(-1, keepdim=True)
+    q = data.charges.unsqueeze(-1)
+    edge = torch.cat([apart, apart.sqrt(), q.unsqueeze(-2) * others(q)], -1)
+    return posterior.infer({"edge": edge, "node": network.node_features(data.velocities, data.charges)})
 
 
 class MCDropout(Method):
