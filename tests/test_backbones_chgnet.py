@@ -1,5 +1,6 @@
 """CHGNet with the weights in its wheel."""
 
+import numpy as np
 import pytest
 import torch
 from ase import Atoms
@@ -37,6 +38,17 @@ def test_a_sample_in_its_own_file_format(backbone, tmp_path):
     assert CHGNet.from_file(str(tmp_path / "sample.pth.tar")).state_dict().keys() == backbone.module.state_dict().keys()
     again = pmlip.load_backbone("chgnet", weights=tmp_path / "sample.pth.tar")
     assert torch.equal(again.module.mlp.layers[0].weight, backbone.module.mlp.layers[0].weight)
+
+
+def test_forces_of_real_zeolites_are_near_their_dft_labels(backbone, shared):
+    data = np.load(shared / "data" / "zeo22" / "edi.npz")
+    structures = [
+        Atoms(data["symbols"], positions, cell=cell, pbc=True)
+        for positions, cell in zip(data["positions"][::400], data["cells"][::400], strict=True)
+    ]
+    forces = pmlip.perturb(backbone).predict(structures).forces.reshape(len(structures), -1, 3)
+    error = np.abs(forces.numpy() - data["forces"][::400]).mean()
+    assert error < 0.3 * np.abs(data["forces"][::400]).mean()
 
 
 def test_isolated_atoms_are_refused_by_name(backbone):
