@@ -33,6 +33,9 @@ def test_the_quick_preset_from_end_to_end(tmp_path, monkeypatch):
     assert some["test_at_zero_noise"]["crps"] > 0
     assert some["test_three_samples"]["ssr"] > 0
     assert len(some["validation_curve"]) == 4
+    mixed = invoke("--preset", "quick", "--at-rest", "--sizes", "200", "--out", str(out))
+    assert mixed.exit_code == 2
+    assert "was made with other settings; give another folder with --out" in mixed.output.replace("\n", " ")
     table = (out / "table.md").read_text()
     assert table.count("\n") == 2 + 6
     assert (out / "figure.png").read_bytes().startswith(b"\x89PNG")

@@ -52,7 +52,7 @@ def nbody(
 ) -> None:
     """Where are five charged particles after a thousand steps? Trains each method from scratch.
 
-    Example: pmlip bench nbody --preset quick --methods egnn,p-egnn --sizes 200,400 --seeds 2 --jobs 2 --out /tmp/nbody
+    Example: pmlip bench nbody --preset quick --methods egnn,p-egnn --sizes 200,400 --seeds 2 --jobs 2 --out nbody-quick
     """
     from dataclasses import replace
 

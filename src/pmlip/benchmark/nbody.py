@@ -1,6 +1,7 @@
 """The paper's first benchmark: cells, Table 1 and Figure 1."""
 
 import difflib
+import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -91,6 +92,10 @@ def run(
             raise ValueError(f"a training set of {size} was asked for, but the data hold {settings.data.train}")
     if "ensemble" in methods and seeds < 3:
         raise ValueError(f"an ensemble leaves one of the EGNN seeds out and needs at least 3, got seeds={seeds}")
+    own = json.loads(json.dumps(asdict(settings)))
+    for cell, result in read_cells(folder).items():
+        if result["settings"] != own:
+            raise ValueError(f"{cell.file(folder)} was made with other settings; give another folder with --out")
     for split in nbody_data.SPLITS:
         nbody_data.load(split, settings.data)  # once, on all cores, before the jobs start
     # An ensemble is made of the EGNNs, so those come first.
