@@ -6,6 +6,7 @@
     python make.py --pseudo upf_tools-0.0.1/tests/sssp --labels labels
     python make.py --labels labels --collect ../../src/pmlip/data/quartz_pbe.extxyz
 
+PBE, 50 Ry (400 Ry for the density), 2 x 2 x 2 k-points; how far that is from convergence has not been measured yet.
 There is one file per finished label, so it can be stopped and started again. A label takes about 70 s on one core.
 """
 

@@ -135,5 +135,5 @@ def plot(points: dict[str, tuple[np.ndarray, np.ndarray]], path: Path) -> None:
         ylabel="error of the force on an atom (eV/Å)",
         title="CHGNet on quartz: does it know where it is wrong?",
     )
-    axes.legend(loc="upper left", fontsize=9)
+    axes.legend(loc="lower right", fontsize=9)
     figure.savefig(path, dpi=150)
