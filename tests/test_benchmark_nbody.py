@@ -53,6 +53,7 @@ def test_the_quick_preset_from_end_to_end(tmp_path, monkeypatch):
             "allowed: egnn, ensemble, blip, mc-dropout, p-egnn, p-blip; did you mean 'p-egnn'?",
         ),
         (["--sizes", "20000"], "a training set of 20000 was asked for, but the data hold 10000"),
+        (["--sizes", "1000,3k"], "whole numbers with commas between them are wanted, got '3k'"),
         (["--preset", "slow"], "unknown preset 'slow'; allowed: quick, full"),
         (["--methods", "ensemble", "--seeds", "2"], "needs at least 3, got seeds=2"),
     ],

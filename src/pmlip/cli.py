@@ -68,7 +68,7 @@ def nbody(
             raise ValueError(f"unknown preset {preset!r}; allowed: {', '.join(benchmark.PRESETS)}")
         benchmark.run(
             methods=_listed(methods),
-            sizes=[int(size) for size in _listed(sizes)],
+            sizes=_whole_numbers(sizes),
             seeds=seeds,
             settings=replace(benchmark.PRESETS[preset], at_rest=at_rest, time_reversal=time_reversal),
             folder=out,
@@ -79,6 +79,13 @@ def nbody(
 
 def _listed(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _whole_numbers(text: str) -> list[int]:
+    for part in _listed(text):
+        if not part.isdecimal():
+            raise ValueError(f"whole numbers with commas between them are wanted, got {part!r}")
+    return [int(part) for part in _listed(text)]
 
 
 @contextlib.contextmanager
