@@ -69,7 +69,7 @@ def _mean_crps(name: str, prediction: Tensor, label: Tensor, labels: Outputs, fa
     residual = torch.where(present, prediction.double() - label, 0.0)
     system, systems = labels.system.to(label.device), labels.systems
     if name == "energy":
-        residual = residual / torch.bincount(system, minlength=systems)
+        residual = residual / labels.atoms_per_system.to(label.device)
     score = almost_fair_crps(residual, torch.zeros_like(label), fairness=fairness)
     # mean over the labelled entries of each structure, then over the structures that have any
     if name in PER_ATOM:

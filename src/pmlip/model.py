@@ -121,7 +121,7 @@ class Potential(Perturbed):
         super().__init__(backbone, sites, noise_dim)
         self._chunks: dict[torch.device, ChunkSize] = {}  # what has been found out about each device
 
-    def forward(self, graph: Graph, noise: Tensor | None = None) -> dict[str, Tensor]:  # type: ignore[override]
+    def forward(self, graph: Graph, noise: Tensor | None = None) -> dict[str, Tensor]:  # type: ignore[override]  # not any arguments
         """Outputs with the sample axis first, for noise (sample, noise) or (sample, system, noise); None: z = 0."""
         noise = torch.zeros(1, self.noise.dim) if noise is None else noise
         if noise.dim() == 2:

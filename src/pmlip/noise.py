@@ -68,8 +68,8 @@ _KINDS: dict[str, Callable[[int, int, int], np.ndarray]] = {
 class Noise(nn.Module):
     """The learnable W_z of one perturbed model, and the draw e in force while its layers run.
 
-    All noisy layers of a model hold the same `Noise`; two models never share one. The draw stays in force
-    until the next call, because activation checkpointing runs layers again during the backward pass.
+    All noisy layers of a model hold the same `Noise`; two models never share one. `Perturbed` puts a draw in force for
+    the call, and once more for its backward pass, in which activation checkpointing runs layers again.
     """
 
     draw: Tensor | None  # (noise,) for one system, or (system, noise); more leading axes where rows are systems

@@ -78,31 +78,18 @@ class CHGNetBackbone(Backbone):
     def graph(self, structures: Sequence[Atoms]) -> Graph:
         like = self.module.bond_embedding.weight
         singles = [self._single(atoms, index) for index, atoms in enumerate(structures)]
-        batch = Batch(**{f.name: torch.cat([getattr(s, f.name) for s in singles]) for f in fields(Batch)})
-        # Indices of the joined batch: each structure's own, moved past those of the structures before it.
-        nodes = _starts([s.numbers for s in singles])
-        edges = _starts([s.edge for s in singles])
-        bonds = _starts([s.edge_of_bond for s in singles])
-        edge_system = _system([s.edge for s in singles])
-        angle_system = _system([s.angle for s in singles])
-        bond_system = _system([s.edge_of_bond for s in singles])
-        steps = torch.stack([nodes, bonds, edges, bonds, edges], dim=1)
-        batch = replace(
-            batch,
-            edge=batch.edge + nodes[edge_system, None],
-            bond_of_edge=batch.bond_of_edge + bonds[edge_system],
-            edge_of_bond=batch.edge_of_bond + edges[bond_system],
-            angle=batch.angle + steps[angle_system],
-        )
-        moved = Batch(
+        batch = Batch(
             **{
-                f.name: value.to(like) if value.is_floating_point() else value.to(like.device)
-                for f in fields(Batch)
-                for value in [getattr(batch, f.name)]
+                name: value.to(like) if value.is_floating_point() else value.to(like.device)
+                for name, value in vars(_join(singles)).items()
             }
         )
-        rows = {"node": _system([s.numbers for s in singles]), "edge": edge_system, "angle": angle_system}
-        return Graph(moved, {kind: index.to(like.device) for kind, index in rows.items()}, len(singles))
+        rows = {
+            "node": _part([s.numbers for s in singles]),
+            "edge": _part([s.edge for s in singles]),
+            "angle": _part([s.angle for s in singles]),
+        }
+        return Graph(batch, {kind: index.to(like.device) for kind, index in rows.items()}, len(singles))
 
     def _single(self, atoms: Atoms, index: int) -> Batch:
         known = len(self.module.atom_embedding.embedding.weight)
@@ -138,29 +125,11 @@ class CHGNetBackbone(Backbone):
         )
 
     def repeat(self, graph: Graph, copies: int) -> Graph:
-        batch: Batch = graph.batch
-        repeated = Batch(
-            **{
-                f.name: value.repeat(copies, *[1] * (value.dim() - 1))
-                for f in fields(Batch)
-                for value in [getattr(batch, f.name)]
-            }
-        )
-        nodes, edges, bonds = len(batch.numbers), len(batch.edge), len(batch.edge_of_bond)
-        steps = batch.angle.new_tensor([nodes, bonds, edges, bonds, edges])
-
-        def copy_of(rows: Tensor) -> Tensor:
-            return torch.arange(copies, device=rows.device).repeat_interleave(len(rows))
-
-        repeated = replace(
-            repeated,
-            edge=repeated.edge + nodes * copy_of(batch.edge)[:, None],
-            bond_of_edge=repeated.bond_of_edge + bonds * copy_of(batch.bond_of_edge),
-            edge_of_bond=repeated.edge_of_bond + edges * copy_of(batch.edge_of_bond),
-            angle=repeated.angle + steps * copy_of(batch.angle)[:, None],
-        )
-        rows = {kind: index.repeat(copies) + graph.systems * copy_of(index) for kind, index in graph.rows.items()}
-        return Graph(repeated, rows, graph.systems * copies)
+        rows = {
+            kind: torch.cat([index + graph.systems * copy for copy in range(copies)])
+            for kind, index in graph.rows.items()
+        }
+        return Graph(_join([graph.batch] * copies), rows, graph.systems * copies)
 
     def forward(self, graph: Graph) -> dict[str, Tensor]:
         batch: Batch = graph.batch
@@ -251,12 +220,28 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+def _join(parts: Sequence[Batch]) -> Batch:
+    """Several batches as one: their rows after each other, each one's indices moved past the rows before."""
+    edge, bond = [part.edge for part in parts], [part.edge_of_bond for part in parts]
+    angle = [part.angle for part in parts]
+    nodes, edges, bonds = _starts([part.numbers for part in parts]), _starts(edge), _starts(bond)
+    of_edge = _part(edge)
+    joined = Batch(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Batch)})
+    return replace(
+        joined,
+        edge=joined.edge + nodes[of_edge, None],
+        bond_of_edge=joined.bond_of_edge + bonds[of_edge],
+        edge_of_bond=joined.edge_of_bond + edges[_part(bond)],
+        angle=joined.angle + torch.stack([nodes, bonds, edges, bonds, edges], dim=1)[_part(angle)],
+    )
+
+
 def _starts(parts: Sequence[Tensor]) -> Tensor:
     """How many rows lie before each part once they are joined."""
-    lengths = torch.tensor([0, *(len(part) for part in parts[:-1])])
-    return lengths.cumsum(0)
+    return torch.tensor([0, *(len(part) for part in parts[:-1])], device=parts[0].device).cumsum(0)
 
 
-def _system(parts: Sequence[Tensor]) -> Tensor:
+def _part(parts: Sequence[Tensor]) -> Tensor:
     """The index of the part each row of the joined parts comes from."""
-    return torch.repeat_interleave(torch.arange(len(parts)), torch.tensor([len(part) for part in parts]))
+    lengths = torch.tensor([len(part) for part in parts], device=parts[0].device)
+    return torch.repeat_interleave(torch.arange(len(parts), device=lengths.device), lengths)

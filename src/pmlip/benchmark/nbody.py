@@ -24,33 +24,32 @@ from pmlip.nbody.training import Recipe, train
 from pmlip.samples import Samples
 from pmlip.scores import fair_crps
 
-METHODS = ("egnn", "ensemble", "blip", "mc-dropout", "p-egnn", "p-blip")
+# Methods that are trained, each made for K samples in training. An ensemble is put together from EGNNs.
+TRAINED: dict[str, Callable[[int], Method]] = {
+    "egnn": lambda samples: Deterministic(),
+    "blip": lambda samples: BLIP(),
+    "mc-dropout": lambda samples: MCDropout(),
+    "p-egnn": lambda samples: PEGNN(samples=samples),
+    "p-blip": lambda samples: PBLIP(samples=samples),
+}
+METHODS = ("egnn", "ensemble", *(name for name in TRAINED if name != "egnn"))  # in the order of the table
 ELAPSED = 1.0  # time between input and target
 
 
 @dataclass(frozen=True, kw_only=True)
 class NBodySettings:
     data: NBodyConfig = field(default_factory=NBodyConfig)
-    recipes: tuple[tuple[str, Recipe], ...] = (
-        ("egnn", Recipe()),
-        ("blip", Recipe()),
-        ("mc-dropout", Recipe()),
-        ("p-egnn", Recipe()),
-        ("p-blip", Recipe()),
-    )
+    recipes: dict[str, Recipe] = field(default_factory=lambda: dict.fromkeys(TRAINED, Recipe()))
     training_samples: int = 10  # K in training
     test_samples: int = 100
     validation_samples: int = 50
     at_rest: bool = False  # work in the frame of the centre of mass, all methods alike
     time_reversal: bool = False  # train on the reversed trajectories too, all methods alike
 
-    def recipe(self, method: str) -> Recipe:
-        return dict(self.recipes)[method]
-
 
 QUICK = NBodySettings(
     data=NBodyConfig(train=400, valid=100, test=200, out_of_distribution=100),
-    recipes=tuple((name, Recipe(epochs=4)) for name in ("egnn", "blip", "mc-dropout", "p-egnn", "p-blip")),
+    recipes=dict.fromkeys(TRAINED, Recipe(epochs=4)),
     training_samples=4,
     test_samples=20,
     validation_samples=10,
@@ -119,7 +118,6 @@ def work(cell: Cell, *, settings: NBodySettings, folder: Path, seeds: int) -> di
     weights = folder / "weights"
     if cell.method == "ensemble":
         method: Method = leave_one_out([_load_egnn(weights, cell.size, seed) for seed in range(seeds)])[cell.seed]
-        samples = seeds - 1
         members = read_cells(folder)
         costs = [
             members[Cell("egnn", cell.size, seed)]["cost"]["training"] for seed in range(seeds) if seed != cell.seed
@@ -127,20 +125,12 @@ def work(cell: Cell, *, settings: NBodySettings, folder: Path, seeds: int) -> di
         training = {key: sum(cost[key] for cost in costs) for key in ("seconds", "passes")}
     else:
         torch.manual_seed(cell.seed)
-        made: dict[str, Callable[[], Method]] = {
-            "egnn": Deterministic,
-            "blip": BLIP,
-            "mc-dropout": MCDropout,
-            "p-egnn": partial(PEGNN, samples=settings.training_samples),
-            "p-blip": partial(PBLIP, samples=settings.training_samples),
-        }
-        method = made[cell.method]()
-        samples = 1 if cell.method == "egnn" else settings.test_samples
-        watched = min(samples, settings.validation_samples)
+        method = TRAINED[cell.method](settings.training_samples)
+        watched = method.fixed_samples or settings.validation_samples
         done = train(
             method,
             _training_set(sets["train"].first(cell.size), settings),
-            settings.recipe(cell.method),
+            settings.recipes[cell.method],
             seed=cell.seed,
             watch=lambda m: judge(m.sample(sets["valid"], samples=watched), sets["valid"]),
         )
@@ -149,6 +139,7 @@ def work(cell: Cell, *, settings: NBodySettings, folder: Path, seeds: int) -> di
         weights.mkdir(parents=True, exist_ok=True)
         with atomic_write(weights / f"{cell.name}.pt") as file:
             torch.save(method.state_dict(), file)
+    samples = method.fixed_samples or settings.test_samples
     began = time.perf_counter()
     test = method.sample(sets["test"], samples=samples)
     seconds = time.perf_counter() - began
@@ -160,7 +151,7 @@ def work(cell: Cell, *, settings: NBodySettings, folder: Path, seeds: int) -> di
     }
     if samples > 3:
         result["test_three_samples"] = judge(test.subset(3), sets["test"])
-    if cell.method in ("blip", "mc-dropout", "p-egnn", "p-blip"):  # noise that can be left out
+    if method.fixed_samples is None:
         with torch.no_grad():
             point = method.run(sets["test"], [None]).flatten(1, 2)
         result["test_at_zero_noise"] = judge(Samples({"positions": point}, test.system), sets["test"])

@@ -3,6 +3,7 @@
 import ctypes
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +74,15 @@ def measure_crps(console: Console) -> dict[str, Any]:
                 if name == "scoringrules":
                     samples = samples.T.contiguous().T
                 target = torch.randn(entries, generator=generator)
-                seconds, memory = _cost(lambda f=function, x=samples, y=target: f(x, y))  # type: ignore[misc]
+                work = partial(function, samples, target)
                 scale = ENTRIES / entries
                 rows.append(
                     {
                         "samples": count,
                         "task": task,
                         "contestant": name,
-                        "seconds": seconds * scale,
-                        "peak_megabytes": memory * scale / 1e6,
+                        "seconds": _seconds(work) * scale,
+                        "peak_megabytes": _peak_memory(work) * scale / 1e6,
                         "entries_measured": entries,
                     }
                 )
@@ -116,13 +117,13 @@ def measure_nbody(console: Console) -> dict[str, Any]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        step, _ = _cost(lambda: ours.loss(batch, generator).backward())
-        plain_step, _ = _cost(textbook_step)
+        step = _seconds(lambda: ours.loss(batch, generator).backward())
+        plain_step = _seconds(textbook_step)
     finally:
         torch.set_num_threads(threads)
     many = initial(2000, seed=SEED)
-    trajectory = _cost(lambda: simulate(*many))[0] / 2000
-    plain_trajectory, _ = _cost(lambda: simulate_plainly(x[0], v[0], q[0], steps=4100))
+    trajectory = _seconds(partial(simulate, *many)) / len(many[0])
+    plain_trajectory = _seconds(partial(simulate_plainly, x[0], v[0], q[0], steps=4100))
     rows: list[dict[str, Any]] = [
         {"what": f"training step, K = {count}, batch {graphs}, one thread", "seconds": step, "plain": plain_step},
         {"what": "one simulated trajectory, all cores", "seconds": trajectory, "plain": plain_trajectory},
@@ -144,8 +145,8 @@ def double_sum(samples: Tensor, target: Tensor) -> Tensor:
     return (samples - target).abs().mean(0) - pairs / (2 * count * (count - 1))
 
 
-def _cost(work: Callable[[], object]) -> tuple[float, float]:
-    """Least seconds of several runs, and peak bytes above what was held before."""
+def _seconds(work: Callable[[], object]) -> float:
+    """The least of several runs, after one that does not count."""
     work()
     best, spent = float("inf"), 0.0
     while spent == 0 or spent < SECONDS:
@@ -153,11 +154,11 @@ def _cost(work: Callable[[], object]) -> tuple[float, float]:
         work()
         seconds = time.perf_counter() - began
         best, spent = min(best, seconds), spent + seconds
-    return best, _peak_memory(work)
+    return best
 
 
 def _peak_memory(work: Callable[[], object]) -> float:
-    """Bytes, from the kernel's high-water mark; NaN where there is none (not on Linux)."""
+    """Bytes above what was held before, from the kernel's high-water mark; NaN where there is none (not on Linux)."""
     reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
     if not reset.exists():
         return float("nan")

@@ -27,6 +27,7 @@ class EGNNConfig:
 class PairLinear(nn.Linear):
     """A linear layer on [h_i, h_j, edge]: the parts of h_i and h_j are computed once per node, not once per edge."""
 
+    # takes its input in parts, where nn.Linear takes it whole
     def forward(self, h: Tensor, edge: Tensor, pairs: "Pairs | None" = None) -> Tensor:  # type: ignore[override]
         return self.combine(h, edge, pairs, self.weight, self.bias)
 

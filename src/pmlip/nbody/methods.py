@@ -1,7 +1,7 @@
 """The methods of the benchmark. Each is a module with a loss to train on, and gives samples of where particles go."""
 
 import contextlib
-import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,21 +22,23 @@ DENSE = {"edge": None, "node": None}  # the leading axes of all rows are (sample
 CHUNK = 2000  # graphs in one pass of a prediction
 
 
-class Method(nn.Module):
+class Method(nn.Module, ABC):
     """What the benchmark asks of a method; it never asks which one it holds."""
 
     training_samples = 1  # passes through the network for each trajectory in a training step
+    fixed_samples: int | None = None  # how many samples there are, where that is not free; then none is without noise
 
+    @abstractmethod
     def loss(self, batch: Trajectories, generator: torch.Generator) -> Tensor:
-        raise NotImplementedError
+        """What training makes small."""
 
+    @abstractmethod
     def draw(self, samples: int, seed: int) -> Sequence[Any]:
         """What distinguishes one sample from another, for each of them; None would be the sample without noise."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run(self, data: Trajectories, draws: Sequence[Any]) -> Tensor:
         """Positions (sample, trajectory, particle, 3) for these draws."""
-        raise NotImplementedError
 
     def sample(self, data: Trajectories, *, samples: int, seed: int = 0) -> Samples:
         """K samples of the target positions, (sample, particle of all trajectories, 3)."""
@@ -50,6 +52,8 @@ class Method(nn.Module):
 
 class Deterministic(Method):
     """EGNN trained on the mean squared error; one sample."""
+
+    fixed_samples = 1
 
     def __init__(self, config: EGNNConfig | None = None) -> None:
         super().__init__()
@@ -221,6 +225,10 @@ class Ensemble(Method):
     def __init__(self, members: Sequence[Method]) -> None:
         super().__init__()
         self.members = nn.ModuleList(members)
+        self.fixed_samples = len(members)
+
+    def loss(self, batch: Trajectories, generator: torch.Generator) -> Tensor:
+        raise TypeError("an ensemble is not trained as one; train its members")
 
     def draw(self, samples: int, seed: int) -> Sequence[Any]:
         if samples != len(self.members):
@@ -228,7 +236,7 @@ class Ensemble(Method):
         return [None] * samples
 
     def run(self, data: Trajectories, draws: Sequence[Any]) -> Tensor:
-        return torch.cat([member.run(data, [None]) for member in self.members])  # type: ignore[operator]
+        return torch.cat([member.run(data, [None]) for member in self.members])  # type: ignore[operator]  # a ModuleList does not say of what
 
 
 def leave_one_out(members: Sequence[Method]) -> list[Ensemble]:
@@ -241,7 +249,7 @@ def leave_one_out(members: Sequence[Method]) -> list[Ensemble]:
 def parameter_table(config: EGNNConfig | None = None, *, members: int = 3) -> list[tuple[str, int, float]]:
     """The paper's appendix: parameters of EGNN, of an ensemble, and of P-EGNN, with their ratio to EGNN."""
     plain, perturbed = (
-        sum(math.prod(p.shape) for p in method.parameters()) for method in (Deterministic(config), PEGNN(config))
+        sum(p.numel() for p in method.parameters()) for method in (Deterministic(config), PEGNN(config))
     )
     counts = {"EGNN": plain, f"EGNN ensemble (K = {members})": members * plain, "P-EGNN": perturbed}
     return [(name, count, count / plain) for name, count in counts.items()]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from pmlip.injection import noisy_layers
+from pmlip.model import Perturbed
 from pmlip.nbody.data import Trajectories
 from pmlip.nbody.methods import Method
 
@@ -73,13 +73,13 @@ def train(
 
 
 def _groups(method: Method, recipe: Recipe) -> list[dict[str, object]]:
-    layers = list(noisy_layers(method))
-    noise = {id(layer.noise_weight) for layer in layers} | {id(layer.noise_source[0].mixing) for layer in layers}
-    plain = [parameter for parameter in method.parameters() if id(parameter) not in noise]
-    of_noise = [parameter for parameter in method.parameters() if id(parameter) in noise]
-    decays = {True: recipe.weight_decay, False: 0.0}
-    groups = [(plain, recipe.weight_decay), (of_noise, decays[recipe.decay_noise])]
-    return [{"params": parameters, "weight_decay": decay} for parameters, decay in groups if parameters]
+    noise = [p for part in method.modules() if isinstance(part, Perturbed) for p in part.noise_parameters()]
+    of_noise = {id(parameter) for parameter in noise}
+    others = [parameter for parameter in method.parameters() if id(parameter) not in of_noise]
+    groups: list[dict[str, object]] = [{"params": others, "weight_decay": recipe.weight_decay}]
+    if noise:
+        groups.append({"params": noise, "weight_decay": recipe.weight_decay if recipe.decay_noise else 0.0})
+    return groups
 
 
 @torch.no_grad()
