@@ -26,14 +26,17 @@ def test_the_quick_preset_from_end_to_end(tmp_path, monkeypatch):
         assert content["cell"] == {"method": cell.method, "size": 200, "seed": cell.seed}
         assert content["test"]["mse"] > 0
         assert ("ssr" in content["test"]) == (cell.method != "egnn")
-        assert content["cost"]["training"]["passes"] > 0
+        assert content["training"]["passes"] > 0
         assert content["settings"]["data"]["particles"] == 5
     some = next(content for cell, content in cells.items() if cell.method == "p-egnn")
     assert some["samples"] == 20
     assert some["test_at_zero_noise"]["crps"] > 0
     assert some["test_three_samples"]["ssr"] > 0
-    assert len(some["validation_curve"]) == 4
-    mixed = invoke("--preset", "quick", "--at-rest", "--sizes", "200", "--out", str(out))
+    assert len(some["validation_curve"]) == 3
+    assert some["equivariance_error"]["relabelling"] < 1e-5
+    other = next(content for cell, content in cells.items() if cell.method == "blip")
+    assert other["equivariance_error"]["relabelling"] > 1e-3
+    mixed = invoke("--preset", "quick", "--no-at-rest", "--sizes", "200", "--out", str(out))
     assert mixed.exit_code == 2
     assert "was made with other settings; give another folder with --out" in mixed.output.replace("\n", " ")
     table = (out / "table.md").read_text()

@@ -73,11 +73,11 @@ def test_blip_repeats_for_a_seed_and_is_equivariant_only_without_its_noise():
 
 def test_blip_under_noise_has_both_noises_and_trains_both():
     torch.manual_seed(0)
-    method, batch = PBLIP(SMALL, samples=4), data(6)
+    method, batch = PBLIP(SMALL), data(6)
     once, again = (method.sample(batch, samples=3, seed=5).positions for _ in range(2))
     assert torch.equal(once, again)
     assert not torch.allclose(once[0], once[1])  # the weights alone, at zero noise weights
-    done = train(method, data(), Recipe(epochs=3, batch=20, average=0.0), seed=0).method
+    done = train(method, data(), Recipe(shrink=0.0, epochs=3, batch=20, average=0.0), seed=0).method
     assert done.network.trained
     e, generator = done.draw(2, seed=0)[0], done.draw(2, seed=0)[1]
     mixed = [e, (generator[0], e[1])]  # the same weights twice, another z
@@ -99,21 +99,21 @@ def test_dropout_repeats_for_a_seed_and_can_be_left_out():
 
 
 def test_training_lowers_the_loss_and_repeats():
-    recipe = Recipe(epochs=30, batch=20, learning_rate=1e-2)
-    runs = [train(pegnn(samples=4), data(), recipe, seed=1, points=3) for _ in range(2)]
-    start = pegnn(samples=4).loss(data(), torch.Generator()).item()
+    recipe = Recipe(shrink=0.0, epochs=30, batch=20, learning_rate=1e-2)
+    runs = [train(pegnn(), data(), recipe, seed=1, points=3) for _ in range(2)]
+    start = pegnn().loss(data(), torch.Generator(), 4).item()
     first, second = (list(run.method.parameters()) for run in runs)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     curve = runs[0].curve
     assert [point["epoch"] for point in curve] == [10, 20, 30]
     assert curve[-1]["loss"] < curve[0]["loss"] < 0.5 * start
     assert runs[0].passes == 30 * 40 * 4
-    other = train(pegnn(samples=4), data(), recipe, seed=2)
+    other = train(pegnn(), data(), recipe, seed=2)
     assert not torch.equal(next(other.method.parameters()), first[0])
 
 
 def test_averaging_can_be_left_out():
-    recipe = Recipe(epochs=2, batch=20, average=0.0)
+    recipe = Recipe(shrink=0.0, epochs=2, batch=20, average=0.0)
     method = Deterministic(SMALL)
     done = train(method, data(), recipe, seed=0)
     for kept, last in zip(done.method.parameters(), method.parameters(), strict=True):
@@ -123,8 +123,8 @@ def test_averaging_can_be_left_out():
 def test_weight_decay_spares_the_noise_unless_told():
     """While all noise weights are zero no gradient reaches W_z, so in the first step only the decay can move it."""
     for decay_noise in (False, True):
-        recipe = Recipe(epochs=1, batch=40, weight_decay=10.0, decay_noise=decay_noise, average=0.0)
-        method = train(pegnn(samples=2), data(), recipe, seed=0).method
+        recipe = Recipe(shrink=0.0, epochs=1, batch=40, weight_decay=10.0, decay_noise=decay_noise, average=0.0)
+        method = train(pegnn(), data(), recipe, seed=0).method
         shrunk = float(method.network.noise.mixing.detach().diag().mean()) < 1
         assert shrunk == decay_noise
 
@@ -150,7 +150,10 @@ def test_the_table_of_parameters_is_the_papers():
     ("call", "message"),
     [
         (lambda: BLIP(SMALL, beta=-1.0), "must not be negative, got beta=-1"),
-        (lambda: PEGNN(SMALL, samples=1), "at least 2 samples, got samples=1"),
+        (
+            lambda: train(pegnn(), data(), Recipe(batch=20, samples=(1, 4)), seed=0),
+            r"at least 2 samples, got samples=\(1, 4\)",
+        ),
         (lambda: Deterministic(SMALL).sample(data(), samples=3), "has one sample, not 3"),
         (lambda: Ensemble([Deterministic(SMALL)] * 3).sample(data(), samples=2), "ensemble of 3 members"),
         (lambda: leave_one_out([Deterministic(SMALL)] * 2), "at least 3 members, got 2"),

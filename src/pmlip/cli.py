@@ -43,8 +43,8 @@ def nbody(
     seeds: Annotated[int, typer.Option(min=1, help="Seeds 0 to SEEDS - 1.")] = 4,
     jobs: Annotated[int, typer.Option(min=1, help="Processes at once, one thread each.")] = 1,
     preset: Annotated[str, typer.Option(help="quick: minutes, to try it out; full: the benchmark.")] = "full",
-    at_rest: Annotated[bool, typer.Option(help="Work in the frame of the centre of mass.")] = False,
-    time_reversal: Annotated[bool, typer.Option(help="Train on the reversed trajectories too.")] = False,
+    at_rest: Annotated[bool, typer.Option(help="Work in the frame of the centre of mass.")] = True,
+    time_reversal: Annotated[bool, typer.Option(help="Train on the reversed trajectories too.")] = True,
     out: Annotated[Path, typer.Option(help="Folder of the result files; finished cells are skipped.")] = Path(
         "benchmarks/results/nbody"
     ),
@@ -66,15 +66,55 @@ def nbody(
     with _bad_input():
         if preset not in benchmark.PRESETS:
             raise ValueError(f"unknown preset {preset!r}; allowed: {', '.join(benchmark.PRESETS)}")
+        chosen = benchmark.PRESETS[preset]
+        settings = replace(chosen.settings, at_rest=at_rest, time_reversal=time_reversal)
         benchmark.run(
             methods=_listed(methods),
             sizes=_whole_numbers(sizes),
             seeds=seeds,
-            settings=replace(benchmark.PRESETS[preset], at_rest=at_rest, time_reversal=time_reversal),
+            preset=replace(chosen, settings=settings),
             folder=out,
             jobs=jobs,
             console=Console(),
         )
+
+
+@bench.command()
+def nbody_trials(
+    methods: Annotated[
+        str, typer.Option(help="Methods to tune, with commas between them.")
+    ] = "egnn,blip,mc-dropout,p-egnn",
+    jobs: Annotated[int, typer.Option(min=1, help="Processes at once, one thread each.")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder of the result files; finished trials are skipped.")] = Path(
+        "benchmarks/results/nbody/trials"
+    ),
+) -> None:
+    """Tune the recipes of the N-body benchmark on validation data: the same number of trials for each method.
+
+    Example: pmlip bench nbody-trials --methods p-egnn --jobs 2
+    """
+    from pmlip.benchmark.nbody_trials import tune
+
+    with _bad_input():
+        tune(_listed(methods), out, jobs=jobs, console=Console())
+
+
+@bench.command()
+def nbody_ablation(
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds 0 to SEEDS - 1.")] = 2,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes at once, one thread each.")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder of the result files; finished ones are skipped.")] = Path(
+        "benchmarks/results/nbody/ablation"
+    ),
+) -> None:
+    """Change one thing of P-EGNN that its paper leaves untested: where the noise enters, whose it is, how much of it.
+
+    Example: pmlip bench nbody-ablation --seeds 2 --jobs 2
+    """
+    from pmlip.benchmark.nbody_trials import ablate
+
+    with _bad_input():
+        ablate(out, seeds=seeds, jobs=jobs, console=Console())
 
 
 def _listed(text: str) -> list[str]:

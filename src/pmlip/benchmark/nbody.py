@@ -5,7 +5,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,19 @@ from pmlip.benchmark.runner import Cell, read_cells, run_cells
 from pmlip.files import atomic_write, write_json
 from pmlip.nbody import data as nbody_data
 from pmlip.nbody.data import NBodyConfig, Trajectories
+from pmlip.nbody.egnn import EGNNConfig
 from pmlip.nbody.methods import BLIP, PBLIP, PEGNN, Deterministic, MCDropout, Method, leave_one_out
 from pmlip.nbody.training import Recipe, train
 from pmlip.samples import Samples
 from pmlip.scores import fair_crps
 
-# Methods that are trained, each made for K samples in training. An ensemble is put together from EGNNs.
-TRAINED: dict[str, Callable[[int], Method]] = {
-    "egnn": lambda samples: Deterministic(),
-    "blip": lambda samples: BLIP(),
-    "mc-dropout": lambda samples: MCDropout(),
-    "p-egnn": lambda samples: PEGNN(samples=samples),
-    "p-blip": lambda samples: PBLIP(samples=samples),
+# Methods that are trained. An ensemble is put together from EGNNs.
+TRAINED: dict[str, Callable[..., Method]] = {
+    "egnn": Deterministic,
+    "blip": BLIP,
+    "mc-dropout": MCDropout,
+    "p-egnn": PEGNN,
+    "p-blip": PBLIP,
 }
 METHODS = ("egnn", "ensemble", *(name for name in TRAINED if name != "egnn"))  # in the order of the table
 ELAPSED = 1.0  # time between input and target
@@ -39,22 +40,34 @@ ELAPSED = 1.0  # time between input and target
 @dataclass(frozen=True, kw_only=True)
 class NBodySettings:
     data: NBodyConfig = field(default_factory=NBodyConfig)
-    recipes: dict[str, Recipe] = field(default_factory=lambda: dict.fromkeys(TRAINED, Recipe()))
-    training_samples: int = 10  # K in training
     test_samples: int = 100
     validation_samples: int = 50
-    at_rest: bool = False  # work in the frame of the centre of mass, all methods alike
-    time_reversal: bool = False  # train on the reversed trajectories too, all methods alike
+    at_rest: bool = True  # work in the frame of the centre of mass, all methods alike
+    time_reversal: bool = True  # train on the reversed trajectories too, all methods alike
 
 
-QUICK = NBodySettings(
-    data=NBodyConfig(train=400, valid=100, test=200, out_of_distribution=100),
-    recipes=dict.fromkeys(TRAINED, Recipe(epochs=4)),
-    training_samples=4,
-    test_samples=20,
-    validation_samples=10,
-)
-PRESETS = {"quick": QUICK, "full": NBodySettings()}
+# A method is trained by its recipe; "method+variant" names the same method with another one.
+RECIPES: dict[str, Recipe] = dict.fromkeys(TRAINED, Recipe())
+
+
+@dataclass(frozen=True)
+class Preset:
+    settings: NBodySettings
+    recipes: dict[str, Recipe]
+    validation_only: bool = False  # for tuning, which must not see the test data
+
+
+PRESETS = {
+    "quick": Preset(
+        NBodySettings(
+            data=NBodyConfig(train=400, valid=100, test=200, out_of_distribution=100),
+            test_samples=20,
+            validation_samples=10,
+        ),
+        {name: replace(recipe, epochs=3, shrink=0.0) for name, recipe in RECIPES.items()},
+    ),
+    "full": Preset(NBodySettings(), RECIPES),
+}
 
 # The paper: mean and standard deviation of MSE x 1e3, CRPS x 1e2, SSR on its own test set.
 PAPER: dict[tuple[str, int], tuple[tuple[float, float] | None, ...]] = {
@@ -75,7 +88,7 @@ def run(
     methods: Sequence[str],
     sizes: Sequence[int],
     seeds: int,
-    settings: NBodySettings,
+    preset: Preset,
     folder: Path,
     jobs: int,
     console: Console,
@@ -86,23 +99,12 @@ def run(
             close = difflib.get_close_matches(method, METHODS, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"unknown method {method!r}; allowed: {', '.join(METHODS)}{hint}")
-    for size in sizes:
-        if size > settings.data.train:
-            raise ValueError(f"a training set of {size} was asked for, but the data hold {settings.data.train}")
     if "ensemble" in methods and seeds < 3:
         raise ValueError(f"an ensemble leaves one of the EGNN seeds out and needs at least 3, got seeds={seeds}")
-    own = json.loads(json.dumps(asdict(settings)))
-    for cell, result in read_cells(folder).items():
-        if result["settings"] != own:
-            raise ValueError(f"{cell.file(folder)} was made with other settings; give another folder with --out")
-    for split in nbody_data.SPLITS:
-        nbody_data.load(split, settings.data)  # once, on all cores, before the jobs start
     # An ensemble is made of the EGNNs, so those come first.
     for round_of in ([m for m in methods if m != "ensemble"], [m for m in methods if m == "ensemble"]):
         cells = [Cell(method, size, seed) for size in sizes for method in round_of for seed in range(seeds)]
-        run_cells(
-            cells, partial(work, settings=settings, folder=folder, seeds=seeds), folder, jobs=jobs, console=console
-        )
+        run_checked(cells, preset, folder, seeds=seeds, jobs=jobs, console=console)
     results = read_cells(folder)
     with atomic_write(folder / "table.md") as file:
         file.write(table(results).encode())
@@ -111,26 +113,52 @@ def run(
     console.print(table(results))
 
 
-def work(cell: Cell, *, settings: NBodySettings, folder: Path, seeds: int) -> dict[str, Any]:
+def run_checked(
+    cells: Sequence[Cell], preset: Preset, folder: Path, *, seeds: int, jobs: int, console: Console
+) -> None:
+    """Run these cells; a folder holds cells of one setting only, and the data are there before the jobs start."""
+    held = preset.settings.data.train
+    for cell in cells:
+        if cell.size > held:
+            raise ValueError(f"a training set of {cell.size} was asked for, but the data hold {held}")
+    for cell, result in read_cells(folder).items():
+        if result["settings"] != _described(cell, preset):
+            raise ValueError(f"{cell.file(folder)} was made with other settings; give another folder with --out")
+    for split in nbody_data.SPLITS:
+        nbody_data.load(split, preset.settings.data)
+    run_cells(cells, partial(work, preset=preset, folder=folder, seeds=seeds), folder, jobs=jobs, console=console)
+
+
+def _described(cell: Cell, preset: Preset) -> dict[str, Any]:
+    """The settings of a cell as its result file holds them."""
+    recipe = preset.recipes.get("egnn" if cell.method == "ensemble" else cell.method)
+    described = {**asdict(preset.settings), "recipe": asdict(recipe) if recipe else None}
+    read_back: dict[str, Any] = json.loads(json.dumps(described))  # lists for tuples
+    return read_back
+
+
+def work(cell: Cell, *, preset: Preset, folder: Path, seeds: int) -> dict[str, Any]:
     """Train (or, for an ensemble, put together) one method and judge it."""
+    settings = preset.settings
     sets = {split: _load(split, settings) for split in nbody_data.SPLITS}
     curve: list[dict[str, float]] = []
     weights = folder / "weights"
     if cell.method == "ensemble":
-        method: Method = leave_one_out([_load_egnn(weights, cell.size, seed) for seed in range(seeds)])[cell.seed]
-        members = read_cells(folder)
-        costs = [
-            members[Cell("egnn", cell.size, seed)]["cost"]["training"] for seed in range(seeds) if seed != cell.seed
-        ]
+        members = [_load_egnn(weights, cell.size, seed, preset) for seed in range(seeds)]
+        method: Method = leave_one_out(members)[cell.seed]
+        cells = read_cells(folder)
+        costs = [cells[Cell("egnn", cell.size, seed)]["training"] for seed in range(seeds) if seed != cell.seed]
         training = {key: sum(cost[key] for cost in costs) for key in ("seconds", "passes")}
     else:
         torch.manual_seed(cell.seed)
-        method = TRAINED[cell.method](settings.training_samples)
+        recipe = preset.recipes[cell.method]
+        method = _make(cell.method, recipe)
         watched = method.fixed_samples or settings.validation_samples
         done = train(
             method,
             _training_set(sets["train"].first(cell.size), settings),
-            settings.recipes[cell.method],
+            recipe,
+            epochs=recipe.epochs_for(cell.size),
             seed=cell.seed,
             watch=lambda m: judge(m.sample(sets["valid"], samples=watched), sets["valid"]),
         )
@@ -139,34 +167,60 @@ def work(cell: Cell, *, settings: NBodySettings, folder: Path, seeds: int) -> di
         weights.mkdir(parents=True, exist_ok=True)
         with atomic_write(weights / f"{cell.name}.pt") as file:
             torch.save(method.state_dict(), file)
-    samples = method.fixed_samples or settings.test_samples
-    began = time.perf_counter()
-    test = method.sample(sets["test"], samples=samples)
-    seconds = time.perf_counter() - began
-    result = {
-        "test": judge(test, sets["test"]),
-        "out_of_distribution": judge(
-            method.sample(sets["out_of_distribution"], samples=samples), sets["out_of_distribution"]
-        ),
-    }
-    if samples > 3:
-        result["test_three_samples"] = judge(test.subset(3), sets["test"])
-    if method.fixed_samples is None:
-        with torch.no_grad():
-            point = method.run(sets["test"], [None]).flatten(1, 2)
-        result["test_at_zero_noise"] = judge(Samples({"positions": point}, test.system), sets["test"])
     return {
         "cell": asdict(cell),
-        **result,
+        **({} if preset.validation_only else _tests(method, sets, settings)),
         "validation_curve": curve,
-        "cost": {
-            "training": training,
-            "prediction": {"seconds": seconds, "passes": samples * len(sets["test"])},
-        },
-        "samples": samples,
-        "settings": asdict(settings),
+        "training": training,
+        "settings": _described(cell, preset),
         **environment("numba"),
     }
+
+
+def _tests(method: Method, sets: dict[str, Trajectories], settings: NBodySettings) -> dict[str, Any]:
+    """Scores on the test data: of K samples, of three of them, of the prediction without noise; and their cost."""
+    data = sets["test"]
+    samples = method.fixed_samples or settings.test_samples
+    began = time.perf_counter()
+    test = method.sample(data, samples=samples)
+    seconds = time.perf_counter() - began
+    unseen = sets["out_of_distribution"]
+    result: dict[str, Any] = {
+        "samples": samples,
+        "test": judge(test, data),
+        "out_of_distribution": judge(method.sample(unseen, samples=samples), unseen),
+        "equivariance_error": equivariance_error(method, data.part(0, 100)),
+        "prediction": {"seconds": seconds, "passes": samples * len(data)},
+    }
+    if samples > 3:
+        result["test_three_samples"] = judge(test.subset(3), data)
+    if method.fixed_samples is None:
+        with torch.no_grad():
+            point = method.run(data, [None]).flatten(1, 2)
+        result["test_at_zero_noise"] = judge(Samples({"positions": point}, test.system), data)
+    return result
+
+
+def _make(name: str, recipe: Recipe) -> Method:
+    return TRAINED[name.partition("+")[0]](EGNNConfig(**recipe.network), **recipe.options)
+
+
+def equivariance_error(method: Method, data: Trajectories) -> dict[str, float]:
+    """How far a sample of the turned (relabelled) system is from the turned (relabelled) sample, root mean square."""
+    count = method.fixed_samples or 4
+    particles = data.positions.shape[1]
+    # any rotation and any order will do
+    matrix = torch.linalg.qr(torch.randn(3, 3, generator=torch.Generator().manual_seed(0)))[0]
+    order = torch.randperm(particles, generator=torch.Generator().manual_seed(0))
+
+    def positions(given: Trajectories) -> torch.Tensor:
+        return method.sample(given, samples=count).positions.unflatten(1, (-1, particles))
+
+    expected = positions(data)
+    turned = positions(replace(data, positions=data.positions @ matrix.T, velocities=data.velocities @ matrix.T))
+    relabelled = positions(Trajectories(*(values[:, order] for values in vars(data).values())))
+    errors = {"rotation": turned - expected @ matrix.T, "relabelling": relabelled - expected[:, :, order]}
+    return {name: float(error.square().mean().sqrt()) for name, error in errors.items()}
 
 
 def judge(samples: Samples, data: Trajectories) -> dict[str, float]:
@@ -191,11 +245,11 @@ def _load(split: str, settings: NBodySettings) -> Trajectories:
     return loaded.at_rest(ELAPSED) if settings.at_rest else loaded
 
 
-def _load_egnn(weights: Path, size: int, seed: int) -> Deterministic:
+def _load_egnn(weights: Path, size: int, seed: int, preset: Preset) -> Method:
     file = weights / f"egnn-{size}-{seed}.pt"
     if not file.exists():
         raise FileNotFoundError(f"an ensemble needs the trained EGNN {file}; run the method egnn for this size first")
-    method = Deterministic()
+    method = _make("egnn", preset.recipes["egnn"])
     method.load_state_dict(torch.load(file, weights_only=True))
     return method
 
@@ -220,8 +274,8 @@ def summary(results: dict[Cell, dict[str, Any]]) -> list[dict[str, Any]]:
                 row[f"paper_{name}"] = {
                     key: value / SCALES[name] for key, value in zip(("mean", "std"), published, strict=True)
                 }
-        row["training_passes"] = statistics.mean(result["cost"]["training"]["passes"] for result in found)
-        row["training_seconds"] = statistics.mean(result["cost"]["training"]["seconds"] for result in found)
+        row["training_passes"] = statistics.mean(result["training"]["passes"] for result in found)
+        row["training_seconds"] = statistics.mean(result["training"]["seconds"] for result in found)
         rows.append(row)
     return rows
 

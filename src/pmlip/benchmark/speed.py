@@ -106,7 +106,7 @@ def measure_nbody(console: Console) -> dict[str, Any]:
     x, v, q = initial(graphs, seed=SEED)
     batch = Trajectories(*(torch.from_numpy(array).float() for array in (x, v, q, x + v, v)))
     generator = torch.Generator().manual_seed(SEED)
-    ours, textbook = PEGNN(samples=count), TextbookEGNN()
+    ours, textbook = PEGNN(), TextbookEGNN()
     pairs = complete_pairs(graphs, x.shape[1])
     flat = [array.flatten(0, 1) for array in (batch.positions, batch.velocities, batch.charges)]
 
@@ -117,7 +117,7 @@ def measure_nbody(console: Console) -> dict[str, Any]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        step = _seconds(lambda: ours.loss(batch, generator).backward())
+        step = _seconds(lambda: ours.loss(batch, generator, count).backward())
         plain_step = _seconds(textbook_step)
     finally:
         torch.set_num_threads(threads)

@@ -88,13 +88,12 @@ class EGNN(nn.Module):
         self.embedding = nn.Linear(1, config.width)
         self.layers = nn.ModuleList(Layer(config.width) for _ in range(config.layers))
 
-    def sites(self) -> list[Site]:
-        """The first layers of phi_e and phi_h."""
-        return [
-            site
-            for i in range(self.config.layers)
-            for site in (Site(f"layers.{i}.edge.first", "edge"), Site(f"layers.{i}.node.0", "node"))
-        ]
+    def sites(self, *, every_layer: bool = False) -> list[Site]:
+        """The first layers of phi_e and phi_h; with every_layer, their second ones too."""
+        kinds = {"edge.first": "edge", "node.0": "node"}
+        if every_layer:
+            kinds |= {"edge.second": "edge", "node.2": "node"}
+        return [Site(f"layers.{i}.{name}", rows) for i in range(self.config.layers) for name, rows in kinds.items()]
 
     def node_features(self, velocities: Tensor, charges: Tensor) -> Tensor:
         """The raw input of each node, (..., particle, 1)."""

@@ -3,7 +3,8 @@
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,14 +16,25 @@ from pmlip.nbody.methods import Method
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    epochs: int = 300  # passes over the training set
+    """How a method is made and trained."""
+
+    epochs: int = 150  # passes over a training set of 1000
+    shrink: float = 0.3  # over a set of n, epochs (n / 1000)^-shrink passes
     batch: int = 100  # trajectories in a step
+    samples: tuple[int, int] = (4, 4)  # K in the first and in the second half, for methods that train on samples
     learning_rate: float = 2e-3  # at the top of the cycle
     weight_decay: float = 0.1
     decay_noise: bool = False  # whether weight decay acts on W_z and the noise weights too
     average: float = 0.998  # decay of the running mean of the weights, which is what is kept; 0 keeps the last weights
     clip: float = 1.0  # largest norm of the gradient
     warm_up: float = 0.1  # share of the steps in which the learning rate rises
+    sharpness: float = 0.0  # radius of sharpness-aware steps (Foret et al. 2021), which cost two passes; 0: plain steps
+    network: dict[str, Any] = field(default_factory=dict)  # what differs from the default EGNNConfig
+    options: dict[str, Any] = field(default_factory=dict)  # what differs from the method's defaults
+
+    def epochs_for(self, size: int) -> int:
+        """Passes over a training set of this many trajectories."""
+        return max(1, round(self.epochs * (size / 1000) ** -self.shrink))
 
 
 @dataclass(frozen=True)
@@ -39,37 +51,61 @@ def train(
     recipe: Recipe,
     *,
     seed: int,
+    epochs: int | None = None,
     watch: Callable[[Method], dict[str, float]] | None = None,
-    points: int = 10,
+    points: int = 5,
 ) -> Training:
-    """Train a method; `watch` judges it at `points` moments for the curve, and decides nothing."""
+    """Train a method; `watch` judges it at `points` moments for the curve, and decides nothing.
+
+    epochs: how many passes over the data, where it is not what the recipe says for so many.
+    """
     if recipe.batch > len(data):
         raise ValueError(f"a batch of {recipe.batch} cannot be taken from {len(data)} trajectories")
+    if method.trains_on_samples and min(recipe.samples) < 2:
+        raise ValueError(f"the CRPS trains on at least 2 samples, got samples={recipe.samples}")
     generator = torch.Generator().manual_seed(seed)
+    epochs = recipe.epochs_for(len(data)) if epochs is None else epochs
     steps = len(data) // recipe.batch
     optimizer = torch.optim.AdamW(_groups(method, recipe), lr=recipe.learning_rate, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, recipe.learning_rate, total_steps=recipe.epochs * steps, pct_start=recipe.warm_up
+        optimizer, recipe.learning_rate, total_steps=epochs * steps, pct_start=recipe.warm_up
     )
     averaged = copy.deepcopy(method)
-    curve, done, began = [], 0, time.perf_counter()
-    for epoch in range(1, recipe.epochs + 1):
+    curve, done, passes, began = [], 0, 0, time.perf_counter()
+    for epoch in range(1, epochs + 1):
+        samples = recipe.samples[2 * (epoch - 1) // epochs] if method.trains_on_samples else 1
         total = 0.0
         for index in torch.randperm(len(data), generator=generator)[: steps * recipe.batch].view(steps, -1):
-            optimizer.zero_grad()
-            loss = method.loss(data.select(index), generator)
-            loss.backward()
+            batch = data.select(index)
+            total += _gradient(method, batch, samples, generator, recipe)
             nn.utils.clip_grad_norm_(method.parameters(), recipe.clip)
             optimizer.step()
             schedule.step()
             done += 1
-            total += loss.item()
+            passes += len(batch) * samples * (2 if recipe.sharpness else 1)
             # early on the mean is over few steps, so that the start is soon forgotten
             _move_towards(averaged, method, 1 - min(recipe.average, done / (done + 50)))
-        if epoch * points // recipe.epochs != (epoch - 1) * points // recipe.epochs:
+        if epoch * points // epochs != (epoch - 1) * points // epochs:
             curve.append({"epoch": epoch, "loss": total / steps, **(watch(averaged) if watch else {})})
-    seconds = time.perf_counter() - began
-    return Training(averaged, curve, seconds, done * recipe.batch * method.training_samples)
+    return Training(averaged, curve, time.perf_counter() - began, passes)
+
+
+def _gradient(method: Method, batch: Trajectories, samples: int, generator: torch.Generator, recipe: Recipe) -> float:
+    """Leave the gradient of the loss in the parameters; with sharpness, that at the worst point near by."""
+    state = generator.get_state()
+    method.zero_grad()
+    loss = method.loss(batch, generator, samples)
+    loss.backward()
+    if recipe.sharpness:
+        moved = [p for p in method.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in moved if p.grad is not None])
+        ascent = [p.grad * (recipe.sharpness / (norm + 1e-12)) for p in moved if p.grad is not None]
+        torch._foreach_add_([p.data for p in moved], ascent)
+        generator.set_state(state)
+        method.zero_grad()
+        method.loss(batch, generator, samples).backward()
+        torch._foreach_sub_([p.data for p in moved], ascent)
+    return loss.item()
 
 
 def _groups(method: Method, recipe: Recipe) -> list[dict[str, object]]:

@@ -1,0 +1,131 @@
+"""What was tried on the N-body task: the tuning of each method on validation data, and the ablations of P-EGNN.
+
+Every method has the same number of trials, each a change of one thing in its recipe, all at n = 1000 and seed 0.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pmlip.benchmark.nbody import RECIPES, SCALES, NBodySettings, Preset, run_checked
+from pmlip.benchmark.runner import Cell, read_cells
+from pmlip.files import atomic_write
+from pmlip.nbody.training import Recipe
+
+START = Recipe()  # what every trial changes in one place
+
+ALL_METHODS: dict[str, dict[str, Any]] = {
+    "start": {},
+    "short": {"epochs": 75},
+    "long": {"epochs": 300},
+    "decay-0.03": {"weight_decay": 0.03},
+    "decay-0.3": {"weight_decay": 0.3},
+    "rate-1e-3": {"learning_rate": 1e-3},
+    "rate-4e-3": {"learning_rate": 4e-3},
+    "batch-50": {"batch": 50, "epochs": 75},
+    "last-weights": {"average": 0.0},
+    "unclipped": {"clip": 100.0},
+    "charge": {"network": {"node_input": "charge"}},
+    "sharpness-aware": {"sharpness": 0.05, "epochs": 75},
+}
+OF_METHOD: dict[str, dict[str, dict[str, Any]]] = {
+    "egnn": {
+        "start-distance": {"network": {"distance": "start"}},
+        "decay-0.1-long-batch-200": {"batch": 200, "epochs": 300},
+        "rate-8e-3": {"learning_rate": 8e-3},
+    },
+    "blip": {
+        "beta-1e-3": {"options": {"beta": 1e-3}},
+        "beta-1e-4": {"options": {"beta": 1e-4}},
+        "beta-1e-5": {"options": {"beta": 1e-5}},
+    },
+    "mc-dropout": {
+        "share-0.02": {"options": {"share": 0.02}},
+        "share-0.05": {"options": {"share": 0.05}},
+        "share-0.2": {"options": {"share": 0.2}},
+    },
+    "p-egnn": {
+        "decay-noise": {"decay_noise": True},
+        "few-then-ten-samples": {"samples": (4, 10)},
+        "almost-fair": {"options": {"fairness": 0.95}},
+    },
+}
+
+# What the paper leaves untested, each a change of the tuned P-EGNN.
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "as-tuned": {},
+    "noise-per-particle": {"options": {"particles": 5}},
+    "every-layer": {"options": {"every_layer": True}},
+    "small-start": {"options": {"start": 0.01}},
+    "noise-dim-4": {"options": {"noise_dim": 4}},
+    "noise-dim-128": {"options": {"noise_dim": 128}},
+    "samples-2": {"samples": (2, 2)},
+    "samples-4": {"samples": (4, 4)},
+    "samples-10": {"samples": (10, 10)},
+}
+
+
+def trials(methods: Sequence[str]) -> dict[str, Recipe]:
+    """The recipe of every trial, by "method+trial"."""
+    for method in methods:
+        if method not in OF_METHOD:
+            raise ValueError(f"unknown method {method!r}; tuned are: {', '.join(OF_METHOD)}")
+    return {
+        f"{method}+{name}": replace(START, **change)
+        for method in methods
+        for name, change in (ALL_METHODS | OF_METHOD[method]).items()
+    }
+
+
+def ablations() -> dict[str, Recipe]:
+    tuned = RECIPES["p-egnn"]
+    changed = {}
+    for name, change in ABLATIONS.items():
+        merged = {**change, "options": tuned.options | change.get("options", {})}
+        changed[f"p-egnn+{name}"] = replace(tuned, **merged)
+    return changed
+
+
+def tune(methods: Sequence[str], folder: Path, *, jobs: int, console: Console) -> None:
+    """Train each trial of these methods and judge it on the validation data."""
+    preset = Preset(NBodySettings(), trials(tuple(OF_METHOD)), validation_only=True)
+    _run([Cell(name, 1000, 0) for name in trials(methods)], preset, folder, jobs=jobs, console=console)
+
+
+def ablate(folder: Path, *, seeds: int, jobs: int, console: Console) -> None:
+    """Train each ablation."""
+    recipes = ablations()
+    cells = [Cell(name, 1000, seed) for name in recipes for seed in range(seeds)]
+    _run(cells, Preset(NBodySettings(), recipes), folder, jobs=jobs, console=console)
+
+
+def _run(cells: Sequence[Cell], preset: Preset, folder: Path, *, jobs: int, console: Console) -> None:
+    """Run the cells that are not finished, then write the table of all that are."""
+    run_checked(cells, preset, folder, seeds=0, jobs=jobs, console=console)
+    with atomic_write(folder / "table.md") as file:
+        file.write(table(read_cells(folder)).encode())
+    console.print(table(read_cells(folder)))
+
+
+def table(results: dict[Cell, dict[str, Any]]) -> str:
+    """Scores on the validation data at the end of training, best CRPS first within a method."""
+    lines = [
+        "| method | variant | seed | MSE x 1e3 | CRPS x 1e2 | SSR | training loss | seconds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+
+    def order(item: tuple[Cell, dict[str, Any]]) -> tuple[str, float]:
+        return item[0].method.partition("+")[0], item[1]["validation_curve"][-1]["crps"]
+
+    for cell, result in sorted(results.items(), key=order):
+        method, _, variant = cell.method.partition("+")
+        end = result["validation_curve"][-1]
+        scores = (f"{scale * end[name]:.2f}" if name in end else "" for name, scale in SCALES.items())
+        seconds = result["training"]["seconds"]
+        lines.append(
+            f"| {method} | {variant} | {cell.seed} | {' | '.join(scores)} | {end['loss']:.4f} | {seconds:.0f} |"
+        )
+    return "\n".join(lines) + "\n"
