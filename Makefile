@@ -23,7 +23,7 @@ bench: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[chgnet,report,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[chgnet,orb,report,dev]'
 	touch $@
 
 clean:

@@ -12,7 +12,7 @@ hypothesis.settings.register_profile("pmlip", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("pmlip")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def shared() -> Path:
     """Real data and weights that are not part of the project; tests that need them skip where they are absent."""
     folder = Path(os.environ.get("PMLIP_SHARED", Path(__file__).parents[2] / "shared"))

@@ -24,6 +24,7 @@ class TinyNetwork(nn.Module):
         )
         self.energy = nn.Linear(width, 1)
         self.force = nn.Linear(width, 1)
+        self.register_buffer("reference", torch.zeros(100))
 
     def forward(self, numbers, positions, edge, system, systems):
         sender, receiver = edge
@@ -34,7 +35,7 @@ class TinyNetwork(nn.Module):
         for message, update in zip(self.message, self.update, strict=True):
             m = message(torch.cat([h[sender], h[receiver], square], -1)) * envelope
             h = h + update(torch.cat([h, torch.zeros_like(h).index_add(0, receiver, m)], -1))
-        energy = h.new_zeros(systems).index_add(0, system, self.energy(h)[:, 0])
+        energy = h.new_zeros(systems).index_add(0, system, self.energy(h)[:, 0] + self.reference[numbers])
         forces = torch.zeros_like(positions).index_add(0, receiver, vector * self.force(m))
         return energy, forces
 
@@ -74,12 +75,15 @@ class TinyBackbone(Backbone):
             "positions": batch["positions"].repeat(copies, 1),
             "edge": torch.cat([batch["edge"] + atoms * k for k in steps], 1),
         }
-        rows = {kind: torch.cat([index + graph.systems * k for k in steps]) for kind, index in graph.rows.items()}
-        return Graph(repeated, rows, graph.systems * copies)
+        return Graph(repeated, graph.repeated_rows(copies), graph.systems * copies)
 
     def forward(self, graph):
         energy, forces = self.module(**graph.batch, system=graph.rows["node"], systems=graph.systems)
         return {"energy": energy.double(), "forces": forces}
+
+    def shift_references(self, offsets):
+        for number, offset in offsets.items():
+            self.module.reference[number] += offset
 
     def calculator(self):
         return TinyCalculator(self)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from ase import Atoms
 from ase.calculators.calculator import Calculator
 from torch import Tensor, nn
@@ -21,6 +22,13 @@ class Graph:
     batch: Any  # the backbone's own; nobody else looks inside
     rows: Mapping[str, Tensor]  # kind of row ("node" always, "edge", "angle", ...) -> system of each row
     systems: int
+
+    def repeated_rows(self, copies: int) -> dict[str, Tensor]:
+        """The rows of `copies` copies of this batch, one after the other."""
+        return {
+            kind: torch.cat([index + self.systems * copy for copy in range(copies)])
+            for kind, index in self.rows.items()
+        }
 
 
 class Backbone(nn.Module, ABC):
@@ -57,6 +65,10 @@ class Backbone(nn.Module, ABC):
 
         Forces that are gradients are part of the autograd graph only where gradients are enabled.
         """
+
+    @abstractmethod
+    def shift_references(self, offsets: Mapping[int, float]) -> None:
+        """Add to the energy of every atom of these elements (atomic number -> eV), in the package's own references."""
 
     @abstractmethod
     def calculator(self) -> Calculator:

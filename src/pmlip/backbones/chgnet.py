@@ -5,7 +5,7 @@ What is exact for every sample: rotation, translation, permutation, and forces a
 
 import contextlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -125,11 +125,7 @@ class CHGNetBackbone(Backbone):
         )
 
     def repeat(self, graph: Graph, copies: int) -> Graph:
-        rows = {
-            kind: torch.cat([index + graph.systems * copy for copy in range(copies)])
-            for kind, index in graph.rows.items()
-        }
-        return Graph(_join([graph.batch] * copies), rows, graph.systems * copies)
+        return Graph(_join([graph.batch] * copies), graph.repeated_rows(copies), graph.systems * copies)
 
     def forward(self, graph: Graph) -> dict[str, Tensor]:
         batch: Batch = graph.batch
@@ -186,6 +182,14 @@ class CHGNetBackbone(Backbone):
             reference = module.composition_model.fc.weight[0].double()
             energy = energy.index_add(0, graph.rows["node"], reference[batch.numbers - 1])
         return energy
+
+    def shift_references(self, offsets: Mapping[int, float]) -> None:
+        if self.module.composition_model is None:
+            raise ValueError("this CHGNet has no composition model that could hold energy references")
+        weight = self.module.composition_model.fc.weight
+        with torch.no_grad():
+            for number, offset in offsets.items():
+                weight[0, number - 1] += offset
 
     def calculator(self) -> Calculator:
         with _quiet():

@@ -1,0 +1,203 @@
+"""Orb-v3, direct and conservative, and Orb-v2: weights by the package's download or from a local file.
+
+What is exact for every sample: translation, permutation, zero net force of the direct models, and forces as gradients
+of the conservative ones. Rotation is not: Orb puts the directions of bonds through plain MLPs and has learned it.
+"""
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from ase import Atoms
+from ase.calculators.calculator import Calculator
+from torch import Tensor, nn
+
+from pmlip.backbones.base import Backbone, Graph
+from pmlip.injection import Site
+from pmlip.structures import StructureError
+
+try:
+    from orb_models.forcefield.atomic_system import ase_atoms_to_atom_graphs
+    from orb_models.forcefield.base import AtomGraphs, batch_graphs
+    from orb_models.forcefield.calculator import ORBCalculator
+    from orb_models.forcefield.conservative_regressor import ConservativeForcefieldRegressor
+    from orb_models.forcefield.pretrained import ORB_PRETRAINED_MODELS
+except ImportError as error:
+    raise ImportError("backbone 'orb' needs: pip install 'pmlip[orb]'") from error
+
+ELEMENTS = 117  # Orb's embedding has 118 rows and begins at 0
+
+
+class OrbBackbone(Backbone):
+    name = "orb"
+    equivariant = False
+    module: Any  # a DirectForcefieldRegressor or a ConservativeForcefieldRegressor
+
+    def __init__(self, module: nn.Module, variant: str) -> None:
+        super().__init__(module, variant)
+        self.conservative = isinstance(module, ConservativeForcefieldRegressor)
+
+    def sites(self) -> list[Site]:
+        return [
+            Site(f"model.gnn_stacks.{i}._{kind}_mlp.mlp.NN-0", kind)
+            for i in range(len(self.module.model.gnn_stacks))
+            for kind in ("node", "edge")
+        ]
+
+    def graph(self, structures: Sequence[Atoms]) -> Graph:
+        like = self._like
+        singles = [self._single(atoms, index, like) for index, atoms in enumerate(structures)]
+        batch = batch_graphs(singles).to(like.device)
+        system = torch.arange(len(singles), device=like.device)
+        rows = {
+            "node": system.repeat_interleave(batch.n_node),
+            "edge": system.repeat_interleave(batch.n_edge),
+        }
+        return Graph(batch, rows, len(singles))
+
+    def _single(self, atoms: Atoms, index: int, like: Tensor) -> AtomGraphs:
+        for atom in atoms:
+            if not 1 <= atom.number <= ELEMENTS:
+                raise StructureError(atoms, index, f"Orb does not know {atom.symbol}, only elements 1 to {ELEMENTS}")
+        if atoms.pbc.any() and not (atoms.pbc.all() and atoms.cell.rank == 3):
+            raise StructureError(
+                atoms,
+                index,
+                f"Orb takes structures that are periodic along all axes or none, got pbc={atoms.pbc.tolist()}; give it "
+                "a full cell with vacuum and pbc=True",
+            )
+        # nothing else of the structure may reach the graph: Orb would read features and targets from its info
+        plain = Atoms(atoms.numbers, atoms.positions, cell=atoms.cell, pbc=atoms.pbc)
+        if self.module.model.conditioner is not None:
+            for key in ("charge", "spin"):
+                if key not in atoms.info:
+                    raise StructureError(atoms, index, f"{self.variant} needs its {key}; set atoms.info[{key!r}]")
+                plain.info[key] = float(atoms.info[key])
+        return ase_atoms_to_atom_graphs(
+            plain,
+            self.module.system_config,
+            device=torch.device("cpu"),
+            output_dtype=like.dtype,
+            graph_construction_dtype=like.dtype,
+        )
+
+    def repeat(self, graph: Graph, copies: int) -> Graph:
+        return Graph(batch_graphs([graph.batch] * copies), graph.repeated_rows(copies), graph.systems * copies)
+
+    def forward(self, graph: Graph) -> dict[str, Tensor]:
+        volume = torch.linalg.det(graph.batch.cell).abs()
+        outputs = self._by_gradient(graph, volume) if self.conservative else self._directly(graph)
+        if "stress" in outputs:
+            outputs["stress"] = outputs["stress"].masked_fill((volume == 0)[:, None], torch.nan)
+        return outputs
+
+    def _directly(self, graph: Graph) -> dict[str, Tensor]:
+        batch, heads = graph.batch, self.module.heads
+        nodes = self.module.model(batch)["node_features"]
+        outputs = {"energy": self._energy(graph, nodes)}
+        outputs |= {name: heads[name].predict(nodes, batch) for name in ("forces", "stress") if name in heads}
+        if self.module.pair_repulsion:
+            repulsion = self.module.pair_repulsion_fn(batch)
+            outputs = {name: value + repulsion[name] for name, value in outputs.items()}
+        return outputs
+
+    def _by_gradient(self, graph: Graph, volume: Tensor) -> dict[str, Tensor]:
+        batch = graph.batch
+        differentiable = torch.is_grad_enabled()
+        with torch.enable_grad():
+            positions = batch.positions.detach().requires_grad_()
+            strain = torch.zeros_like(batch.cell).requires_grad_()
+            deformation = torch.eye(3).to(strain) + strain
+            moved = (positions[:, None] @ deformation[graph.rows["node"]])[:, 0]
+            images = batch.edge_features["unit_shifts"][:, None] @ (batch.cell @ deformation)[graph.rows["edge"]]
+            vectors = moved[batch.receivers] - moved[batch.senders] + images[:, 0]
+            strained = batch._replace(
+                node_features={**batch.node_features, "positions": moved},
+                edge_features={**batch.edge_features, "vectors": vectors},
+            )
+            energy = self._energy(graph, self.module.model(strained)["node_features"])
+            if self.module.pair_repulsion:
+                energy = energy + self.module.pair_repulsion_fn(strained)["energy"]
+            gradient, virial = torch.autograd.grad(energy.sum(), [positions, strain], create_graph=differentiable)
+            outputs = {"energy": energy, "forces": -gradient}
+            if self.module.has_stress:
+                stress = virial / torch.where(volume == 0, 1, volume)[:, None, None]
+                outputs["stress"] = (stress + stress.mT).flatten(1)[:, [0, 4, 8, 5, 2, 1]] / 2
+        return outputs if differentiable else {name: value.detach() for name, value in outputs.items()}
+
+    def _energy(self, graph: Graph, nodes: Tensor) -> Tensor:
+        """The head's energy per atom times atoms, and the elements' references, in double precision."""
+        batch, head = graph.batch, self.module.heads["energy"]
+        energy = head.normalizer.inverse(head(nodes, batch)).double()
+        if head.atom_avg:
+            energy = energy * batch.n_node
+        reference = head.reference.linear.weight.flatten().double()
+        return energy.index_add(0, graph.rows["node"], reference[batch.atomic_numbers])
+
+    def shift_references(self, offsets: Mapping[int, float]) -> None:
+        weight = self.module.heads["energy"].reference.linear.weight
+        with torch.no_grad():
+            for number, offset in offsets.items():
+                weight.view(-1)[number] += offset
+
+    def calculator(self) -> Calculator:
+        return ORBCalculator(self.module, device=self._like.device)
+
+    def save(self, path: str | Path) -> None:
+        """A file that the package's functions take as `weights_path`."""
+        torch.save(self.module.state_dict(), path)
+
+    @property
+    def _like(self) -> Tensor:
+        """A parameter, for its device and precision."""
+        parameter: Tensor = next(self.module.parameters())
+        return parameter
+
+
+def variants() -> dict[str, Callable[..., Any]]:
+    """The package's models that it has weights for, by their own names."""
+    return {
+        name: make
+        for name, make in ORB_PRETRAINED_MODELS.items()
+        if inspect.signature(make).parameters["weights_path"].default is not None
+    }
+
+
+def load(variant: str = "", *, weights: str | Path | None = None, device: str = "cpu") -> OrbBackbone:
+    """An Orb by its own name, "orb_v3_direct_20_omat" or "orb-v3-direct-20-omat"; downloaded, or from a local file."""
+    allowed = variants()
+    variant = (variant or "orb-v3-conservative-20-omat").replace("_", "-")
+    if variant not in allowed:
+        raise ValueError(f"unknown Orb {variant!r}; allowed: {', '.join(allowed)}")
+    make = allowed[variant]
+    if weights is not None and not Path(weights).is_file():
+        raise FileNotFoundError(f"there is no file of weights {weights}")
+    address = inspect.signature(make).parameters["weights_path"].default if weights is None else str(weights)
+    with _leaving_torch_as_it_is():
+        try:
+            module = make(weights_path=address, device="cpu", precision="float32-highest", compile=False, train=True)
+        except Exception as error:
+            if weights is not None:
+                raise ValueError(f"{weights} does not hold the weights of {variant}: {error}") from error
+            raise ConnectionError(
+                f"the weights of {variant} could not be downloaded ({type(error).__name__}); fetch {address} on "
+                "another machine and give the file as weights=PATH"
+            ) from error
+    return OrbBackbone(module.eval(), variant).to(device)
+
+
+@contextlib.contextmanager
+def _leaving_torch_as_it_is() -> Iterator[None]:
+    """The package sets torch's global precision when it loads a model, and warns that it does."""
+    dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_float32_matmul_precision(precision)
