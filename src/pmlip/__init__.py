@@ -3,24 +3,31 @@
 Noise enters at the first linear layer of each message and update MLP, the model is trained with the fair CRPS,
 and every prediction comes as K samples. To read the code, follow the flow of the data:
 
-    structures -> backbones -> noise -> injection -> model (chunks, checkpoint) -> samples -> scores -> losses | metrics
+    reading -> structures -> backbones -> noise -> injection -> model (chunks, checkpoint) -> samples -> scores
+        -> losses -> training (references) | metrics -> evaluation
 """
 
 from pmlip import losses, metrics, noise, scores
 from pmlip.backbones import load_backbone
 from pmlip.checkpoint import CheckpointError
+from pmlip.evaluation import evaluate
 from pmlip.injection import Site
 from pmlip.model import Perturbed, Potential, load, perturb
+from pmlip.reading import read_structures
 from pmlip.samples import Outputs, Samples
 from pmlip.structures import labels
+from pmlip.training import FinetuneConfig, finetune
 
 __all__ = [
     "CheckpointError",
+    "FinetuneConfig",
     "Outputs",
     "Perturbed",
     "Potential",
     "Samples",
     "Site",
+    "evaluate",
+    "finetune",
     "labels",
     "load",
     "load_backbone",
@@ -28,5 +35,6 @@ __all__ = [
     "metrics",
     "noise",
     "perturb",
+    "read_structures",
     "scores",
 ]

@@ -37,10 +37,10 @@ class Origin:
         kind = type(backbone)
         return cls(f"{kind.__module__}.{kind.__qualname__}", False, weights_hash(backbone))
 
-    def load(self, *, weights: str | Path | None) -> nn.Module:
+    def load(self, *, weights: str | Path | None, trust: bool = False) -> nn.Module:
         if not self.adapter:
             raise CheckpointError(f"the model was made from a {self.name}; hand one in with backbone=...")
-        return load_backbone(self.name, weights=weights)
+        return load_backbone(self.name, weights=weights, trust=trust)
 
     def check(self, backbone: nn.Module) -> None:
         """Refuse a backbone that the weights were not made for."""

@@ -1,12 +1,18 @@
 """The command line: parse, call, print."""
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+
+from pmlip.training import FinetuneConfig
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,6 +38,130 @@ def demo(
     from pmlip.demo import run
 
     run(out, steps=steps, seed=seed, console=Console())
+
+
+def _settings(config: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one option for each field of a settings class, with the comment beside the field as its help."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(config), flags=re.MULTILINE))
+        own = inspect.signature(command, eval_str=True)
+        fixed = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        options = [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=Annotated[field.type, typer.Option(help=comments.get(field.name, ""))],
+            )
+            for field in dataclasses.fields(config)
+        ]
+        command.__signature__ = own.replace(parameters=[*fixed, *options])  # type: ignore[attr-defined]  # what typer reads
+        return command
+
+    return decorate
+
+
+@app.command()
+@_settings(FinetuneConfig)
+def finetune(
+    train: Annotated[Path, typer.Argument(help="Structures with DFT labels: extxyz, ase.db, npz.")],
+    backbone: Annotated[str, typer.Option(help="chgnet, orb:orb_v3_direct_20_omat, sevenn:7net-0, mace.")] = "chgnet",
+    *,
+    weights: Annotated[Path | None, typer.Option(help="Local file of the backbone's weights.")] = None,
+    trust: Annotated[bool, typer.Option(help="Load weights that are a pickle, which can execute code.")] = False,
+    valid: Annotated[Path | None, typer.Option(help="Validation structures; by default a tenth of TRAIN.")] = None,
+    method: Annotated[str, typer.Option(help="p, or a baseline: deterministic, ensemble, blip, ...")] = "p",
+    option: Annotated[list[str] | None, typer.Option(help="Option of the method, as members=5; repeatable.")] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="Train on so many structures, chosen by the seed.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the model and the state of the run.")] = Path("pmlip-model"),
+    energy_key: Annotated[str | None, typer.Option(help="Name of the energies; found by itself if common.")] = None,
+    forces_key: Annotated[str | None, typer.Option(help="Name of the forces.")] = None,
+    stress_key: Annotated[str | None, typer.Option(help="Name of the stresses or virials.")] = None,
+    tensorboard: Annotated[bool, typer.Option(help="Write curves for TensorBoard to OUT/tensorboard.")] = False,
+    **settings: Any,
+) -> None:
+    """Fine-tune a pretrained potential on your DFT data, so that it tells how sure it is.
+
+    Run the same command again to go on after an interruption. On several processes: torchrun --nproc-per-node 2 -m
+    pmlip finetune ...
+
+    Example: pmlip finetune silica.extxyz --backbone chgnet --epochs 20 --out p-chgnet
+    """
+    from pmlip.commands import run_finetune
+
+    with _bad_input():
+        keys = {"energy_key": energy_key, "forces_key": forces_key, "stress_key": stress_key}
+        run_finetune(
+            train,
+            valid,
+            keys=keys,
+            count=count,
+            backbone=backbone,
+            weights=weights,
+            trust=trust,
+            method=method,
+            options=_options(option or []),
+            config=FinetuneConfig(**settings),
+            out=out,
+            tensorboard=tensorboard,
+        )
+
+
+def _options(pairs: list[str]) -> dict[str, float | int]:
+    options: dict[str, float | int] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        try:
+            options[name.replace("-", "_")] = int(value) if value.isdecimal() else float(value)
+        except ValueError:
+            equals = ""
+        if not equals:
+            raise ValueError(f"an option of a method is written name=number, got {pair!r}")
+    return options
+
+
+@app.command()
+def evaluate(
+    model: Annotated[Path, typer.Argument(help="A model that finetune wrote.")],
+    data: Annotated[Path, typer.Argument(help="Structures with DFT labels that it was not trained on.")],
+    *,
+    unseen: Annotated[list[Path] | None, typer.Option(help="Out-of-distribution structures; repeatable.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Samples K.")] = 32,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples, and of --count.")] = 0,
+    count: Annotated[int | None, typer.Option(min=1, help="Take so many structures of each file by chance.")] = None,
+    exclude: Annotated[Path | None, typer.Option(help="Folder of a run whose structures are left out.")] = None,
+    weights: Annotated[Path | None, typer.Option(help="Local file of the backbone's weights.")] = None,
+    trust: Annotated[bool, typer.Option(help="Load weights that are a pickle, which can execute code.")] = False,
+    energy_key: Annotated[str | None, typer.Option(help="Name of the energies; found by itself if common.")] = None,
+    forces_key: Annotated[str | None, typer.Option(help="Name of the forces.")] = None,
+    stress_key: Annotated[str | None, typer.Option(help="Name of the stresses or virials.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the scores to this JSON file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Score a model and its uncertainty on structures with labels.
+
+    Example: pmlip evaluate p-chgnet/model.pt test.extxyz --samples 32
+    """
+    from pmlip.commands import run_evaluate
+
+    with _bad_input():
+        record = run_evaluate(
+            model,
+            data,
+            unseen or [],
+            keys={"energy_key": energy_key, "forces_key": forces_key, "stress_key": stress_key},
+            samples=samples,
+            seed=seed,
+            count=count,
+            exclude=exclude,
+            weights=weights,
+            trust=trust,
+            out=out,
+            console=Console(quiet=as_json),
+        )
+        if as_json:
+            typer.echo(json.dumps(record, indent=2))
 
 
 @bench.command()
@@ -133,7 +263,7 @@ def _bad_input() -> Iterator[None]:
     """What was given cannot be used: one sentence and exit code 2, not a traceback."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(BAD_INPUT) from error
 

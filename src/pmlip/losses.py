@@ -23,12 +23,16 @@ def crps_loss(
     *,
     weights: Mapping[str, float] = DEFAULT_WEIGHTS,
     fairness: float = 1.0,
+    carriers: Mapping[str, int] | None = None,
 ) -> Loss:
     """sum over outputs of weight * CRPS, averaged over the structures that carry the label.
 
     Energies count per atom; the entries of forces and stress are averaged within their structure. Residuals are
     formed in double precision before anything else, since single precision cannot hold a total energy. A
     label that is NaN is missing: its entry leaves both terms of the score, or the spread could grow there unpunished.
+
+    carriers: how many structures carry each label in the whole batch that this is a part of; then the losses (and
+    gradients) of the parts add up to that of the whole.
     """
     check_weights(weights, allowed=samples)
     terms: dict[str, Tensor] = {}
@@ -43,8 +47,9 @@ def crps_loss(
             )
         if label.isinf().any():
             raise ValueError(f"a label of {name} is infinite")
-        terms[name] = _mean_crps(name, prediction, label, labels, fairness)
-    if not any(bool(labels[name].isfinite().any()) for name in terms):
+        total_carriers = None if carriers is None else carriers[name]
+        terms[name] = _mean_crps(name, prediction, label, labels, fairness, total_carriers)
+    if carriers is None and not any(bool(labels[name].isfinite().any()) for name in terms):
         raise ValueError(f"no structure of this batch carries a label of {' or '.join(terms)}")
     total = torch.stack([weights[name] * term for name, term in terms.items()]).sum()
     if not total.isfinite():
@@ -64,7 +69,18 @@ def check_weights(weights: Mapping[str, float], *, allowed: Mapping[str, object]
         raise ValueError("all loss weights are zero; at least one must be positive")
 
 
-def _mean_crps(name: str, prediction: Tensor, label: Tensor, labels: Outputs, fairness: float) -> Tensor:
+def count_carriers(labels: Outputs) -> dict[str, int]:
+    """How many structures carry each label, wholly or in part."""
+    counts = {}
+    for name, label in labels.items():
+        present = label.isfinite().flatten(1).any(-1) if label.dim() > 1 else label.isfinite()
+        counts[name] = len(labels.system[present].unique()) if name in PER_ATOM else int(present.sum())
+    return counts
+
+
+def _mean_crps(
+    name: str, prediction: Tensor, label: Tensor, labels: Outputs, fairness: float, carriers: int | None
+) -> Tensor:
     present = label.isfinite()
     residual = torch.where(present, prediction.double() - label, 0.0)
     system, systems = labels.system.to(label.device), labels.systems
@@ -79,7 +95,8 @@ def _mean_crps(name: str, prediction: Tensor, label: Tensor, labels: Outputs, fa
         mean = score.reshape(systems, -1).mean(-1)
         share = present.double().reshape(systems, -1).mean(-1)
     labelled = share > 0
-    return torch.where(labelled, mean / share.clamp(min=1e-12), 0.0).sum() / labelled.sum().clamp(min=1)
+    total = torch.where(labelled, mean / share.clamp(min=1e-12), 0.0).sum()
+    return total / (labelled.sum() if carriers is None else torch.tensor(carriers)).clamp(min=1)
 
 
 def backpropagate(

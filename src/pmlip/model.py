@@ -1,6 +1,5 @@
 """Perturbed models: a module or a potential whose samples are functions."""
 
-import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -11,12 +10,12 @@ import torch
 from ase import Atoms
 from torch import Tensor, nn
 
-from pmlip import checkpoint, noise
+from pmlip import checkpoint, methods, noise
 from pmlip.backbones.base import Backbone, Graph
-from pmlip.chunks import ChunkSize, run_in_chunks
 from pmlip.injection import Site, Sites, find_sites, inject, noisy_layers, vanish_with_input
-from pmlip.samples import Outputs, Samples
-from pmlip.structures import StructureError, as_structures, system_index
+from pmlip.methods.base import Method
+from pmlip.samples import Samples
+from pmlip.structures import as_structures, system_index
 
 
 class Perturbed(nn.Module):
@@ -112,14 +111,11 @@ class Perturbed(nn.Module):
         )
 
 
-class Potential(Perturbed):
-    """A perturbed interatomic potential."""
+class Potential(Perturbed, Method):
+    """A perturbed interatomic potential. Sample k is the same potential for all structures it is asked about."""
 
     backbone: Backbone
-
-    def __init__(self, backbone: Backbone, sites: tuple[Site, ...], noise_dim: int) -> None:
-        super().__init__(backbone, sites, noise_dim)
-        self._chunks: dict[torch.device, ChunkSize] = {}  # what has been found out about each device
+    trains_on_samples = True
 
     def forward(self, graph: Graph, noise: Tensor | None = None) -> dict[str, Tensor]:  # type: ignore[override]  # not any arguments
         """Outputs with the sample axis first, for noise (sample, noise) or (sample, system, noise); None: z = 0."""
@@ -136,57 +132,29 @@ class Potential(Perturbed):
         outputs = super().forward(repeated, noise=noise.flatten(0, 1), rows=repeated.rows)
         return {name: value.unflatten(0, (samples, -1)) for name, value in outputs.items()}
 
+    def draw_for_training(self, samples: int, systems: int, generator: torch.Generator) -> Tensor:
+        """An independent e for every sample of every system, (sample, system, noise)."""
+        return noise.draw_for_training(samples, systems, self.noise.dim, generator=generator)
+
+    def new_parameters(self) -> list[nn.Parameter]:
+        return self.noise_parameters()
+
     def sample(
         self,
         structures: Atoms | Iterable[Atoms],
         *,
         samples: int = 16,
         seed: int = 0,
-        kind: str = "plain",
         chunk_atoms: int | None = None,
+        kind: str = "plain",
     ) -> Samples:
-        """K samples for each structure. Sample k is the same potential for all of them.
+        """K samples for each structure, on the CPU; see `pmlip.noise.draw` for the kinds of draws.
 
         chunk_atoms: how many atoms (times samples) to put through one pass; found by trial when it is not given.
-        Results come on the CPU.
         """
         listed = as_structures(structures)
         outputs = self._run(listed, self.draw(samples, seed=seed, kind=kind), chunk_atoms)
         return Samples(outputs, system_index(listed), trained=self.trained)
-
-    def predict(self, structures: Atoms | Iterable[Atoms], *, chunk_atoms: int | None = None) -> Outputs:
-        """The prediction at z = 0: one pass, no spread."""
-        listed = as_structures(structures)
-        outputs = self._run(listed, torch.zeros(1, self.noise.dim), chunk_atoms)
-        return Outputs({name: value[0] for name, value in outputs.items()}, system_index(listed))
-
-    def _run(self, structures: list[Atoms], draws: Tensor, chunk_atoms: int | None) -> dict[str, Tensor]:
-        if chunk_atoms is not None and chunk_atoms < 1:
-            raise ValueError(f"a chunk must hold at least 1 atom, got chunk_atoms={chunk_atoms}")
-        if chunk_atoms is not None:
-            chunk = ChunkSize(chunk_atoms, settled=True)
-        else:
-            chunk = self._chunks.setdefault(self.noise.mixing.device, ChunkSize())
-
-        def build(start: int, stop: int) -> Graph:
-            try:
-                return self.backbone.graph(structures[start:stop])
-            except StructureError as error:
-                raise error.after(start) from None
-
-        def forward(graph: Graph, piece: Tensor) -> dict[str, Tensor]:
-            return {name: value.cpu() for name, value in self(graph, piece).items()}
-
-        with _evaluating(self), torch.no_grad():
-            outputs = run_in_chunks(
-                build,
-                forward,
-                sizes=[len(atoms) for atoms in structures],
-                noise=draws,
-                chunk=chunk,
-            )
-        _refuse_non_finite(outputs, structures)
-        return outputs
 
     def fold(self, *, sample: int, seed: int = 0, kind: str = "plain") -> Backbone:
         """Sample number `sample` as an ordinary backbone: its own calculator, its own file format."""
@@ -229,29 +197,39 @@ def load(
     sites: Sites | None = None,
     weights: str | Path | None = None,
     device: str = "cpu",
+    trust: bool = False,
 ) -> Any:
     """The model that `save` wrote to `path`, on the device asked for.
 
     A pretrained potential is found again by its name (with `weights` where it came from a local file); any
-    other module must be handed in as `backbone`, and its `sites` too if they had envelopes.
+    other module must be handed in as `backbone`, and its `sites` too if they had envelopes. trust: see
+    `load_backbone`.
     """
     content = checkpoint.read(path)
     if backbone is None:
-        backbone = content.origin.load(weights=weights)
+        backbone = content.origin.load(weights=weights, trust=trust)
     content.origin.check(backbone)
-    if sites is None:
-        stored = content.settings["sites"]
-        if any(site["custom_envelope"] for site in stored):
-            raise checkpoint.CheckpointError(f"{path} was made with envelopes of its own; pass sites=... again")
-        sites = [Site(site["name"], site["rows"]) for site in stored]
-    model = _perturbed(backbone, sites, content.settings["noise_dim"])
-    model.to(content.state["noise.mixing"].dtype)
+    if (method := content.settings.get("method")) is not None:
+        assert isinstance(backbone, Backbone)
+        model: nn.Module = methods.make(method, backbone, **content.settings["options"])
+    else:
+        model = _perturbed(
+            backbone, _stored_sites(path, content) if sites is None else sites, content.settings["noise_dim"]
+        )
+    model.to(next(value.dtype for value in content.state.values() if value.is_floating_point()))
     try:
         model.load_state_dict(content.state)
     except RuntimeError as error:
         first = str(error).splitlines()[1].strip()
         raise checkpoint.CheckpointError(f"the weights in {path} do not fit this backbone: {first}") from error
     return model.to(device)
+
+
+def _stored_sites(path: str | Path, content: checkpoint.Checkpoint) -> list[Site]:
+    stored = content.settings["sites"]
+    if any(site["custom_envelope"] for site in stored):
+        raise checkpoint.CheckpointError(f"{path} was made with envelopes of its own; pass sites=... again")
+    return [Site(site["name"], site["rows"]) for site in stored]
 
 
 def _perturbed(backbone: nn.Module, sites: Sites, noise_dim: int) -> Perturbed:
@@ -272,31 +250,3 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
     elif hasattr(outputs, "__dict__"):
         yield from _tensors(vars(outputs))
-
-
-@contextlib.contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; each submodule's own mode again afterwards."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
-
-
-def _refuse_non_finite(outputs: Mapping[str, Tensor], structures: list[Atoms]) -> None:
-    # the stress of a structure without a cell is NaN by definition
-    system = system_index(structures)
-    for name, where in (("energy", torch.arange(len(structures))), ("forces", system)):
-        bad = (~outputs[name].isfinite()).nonzero()
-        if len(bad):
-            sample, row = bad[0][:2].tolist()
-            index = int(where[row])
-            raise StructureError(
-                structures[index],
-                index,
-                f"the predicted {name} of sample {sample} is NaN or infinite; are atoms on top of each other, or did "
-                "the training diverge?",
-            )

@@ -51,6 +51,25 @@ class Backbone(nn.Module, ABC):
     def sites(self) -> Sequence[Site]:
         """The first linear layer of each message and update MLP, by its name inside `self.module`."""
 
+    def mlps(self) -> list[list[Site]]:
+        """All linear layers of each message and update MLP, its first one (the site) first."""
+        found = []
+        for site in self.sites():
+            parent = site.name.rpartition(".")[0]
+            layers = [
+                f"{parent}.{name}"
+                for name, layer in self.module.get_submodule(parent).named_children()
+                if isinstance(layer, nn.Linear)
+            ]
+            if not layers:
+                raise ValueError(f"{site.name} of {self.name} is not part of an MLP of linear layers")
+            found.append([Site(name, site.rows) for name in layers])
+        return found
+
+    def row_features(self, graph: "Graph") -> dict[str, Tensor]:
+        """Raw features of the rows of each kind that sites have, invariant to rotation: (row, feature)."""
+        raise ValueError(f"the adapter of {self.name} gives no raw features of rows, which this method needs")
+
     @abstractmethod
     def graph(self, structures: Sequence[Atoms]) -> Graph:
         """Structures as one batch on the model's device; refuses what the potential cannot take."""
@@ -87,3 +106,9 @@ def weights_hash(module: nn.Module) -> str:
             digest.update(f"{name} {tuple(value.shape)}".encode())
             digest.update(value.detach().cpu().double().numpy().tobytes())
     return digest.hexdigest()
+
+
+def distance_features(distances: Tensor, largest: float, count: int = 16) -> Tensor:
+    """Gaussians around `count` distances up to the largest, (row, count)."""
+    centres = torch.linspace(0, largest, count).to(distances)
+    return torch.exp(-(((distances[:, None] - centres) * count / largest) ** 2))

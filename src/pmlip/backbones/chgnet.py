@@ -15,7 +15,7 @@ from ase import Atoms
 from ase.calculators.calculator import Calculator
 from torch import Tensor
 
-from pmlip.backbones.base import Backbone, Graph
+from pmlip.backbones.base import Backbone, Graph, distance_features
 from pmlip.injection import Site
 from pmlip.structures import StructureError
 
@@ -123,6 +123,18 @@ class CHGNetBackbone(Backbone):
             edge_of_bond=graph.undirected2directed.long(),
             angle=graph.bond_graph.long().reshape(-1, 5),
         )
+
+    def row_features(self, graph: Graph) -> dict[str, Tensor]:
+        batch: Batch = graph.batch
+        images = (batch.image[:, None] @ batch.cell[graph.rows["edge"]])[:, 0]
+        vectors = batch.positions[batch.edge[:, 1]] + images - batch.positions[batch.edge[:, 0]]
+        distances = vectors.norm(dim=-1)
+        first, second = batch.angle[:, 2], batch.angle[:, 4]
+        cosines = (vectors[first] * vectors[second]).sum(-1) / (distances[first] * distances[second])
+        return {
+            "edge": distance_features(distances, self.converter.atom_graph_cutoff),
+            "angle": torch.stack([cosines, distances[first], distances[second]], dim=-1),
+        }
 
     def repeat(self, graph: Graph, copies: int) -> Graph:
         return Graph(_join([graph.batch] * copies), graph.repeated_rows(copies), graph.systems * copies)

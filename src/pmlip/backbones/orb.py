@@ -16,7 +16,7 @@ from ase import Atoms
 from ase.calculators.calculator import Calculator
 from torch import Tensor, nn
 
-from pmlip.backbones.base import Backbone, Graph
+from pmlip.backbones.base import Backbone, Graph, distance_features
 from pmlip.injection import Site
 from pmlip.structures import StructureError
 
@@ -85,6 +85,14 @@ class OrbBackbone(Backbone):
             graph_construction_dtype=like.dtype,
         )
 
+    def row_features(self, graph: Graph) -> dict[str, Tensor]:
+        batch = graph.batch
+        distances = batch.edge_features["vectors"].norm(dim=-1)
+        return {
+            "node": batch.atomic_numbers_embedding,
+            "edge": distance_features(distances, self.module.system_config.radius),
+        }
+
     def repeat(self, graph: Graph, copies: int) -> Graph:
         return Graph(batch_graphs([graph.batch] * copies), graph.repeated_rows(copies), graph.systems * copies)
 
@@ -143,6 +151,16 @@ class OrbBackbone(Backbone):
         with torch.no_grad():
             for number, offset in offsets.items():
                 weight.view(-1)[number] += offset
+
+    def expected_errors(self, graph: Graph) -> Tensor:
+        """The absolute error of force components that the confidence head of Orb-v3 expects, (atom,) eV/Å."""
+        if "confidence" not in self.module.heads:
+            raise ValueError(f"{self.variant} has no confidence head; only Orb-v3 has one")
+        head = self.module.heads["confidence"]
+        with torch.no_grad():
+            logits = head(self.module.model(graph.batch)["node_features"], graph.batch)
+        middles = (torch.arange(logits.shape[-1]).to(logits) + 0.5) * head.max_error / logits.shape[-1]
+        return logits.softmax(-1) @ middles
 
     def calculator(self) -> Calculator:
         return ORBCalculator(self.module, device=self._like.device)

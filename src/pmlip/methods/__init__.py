@@ -1,1 +1,28 @@
-"""Other ways to an uncertainty, to compare with."""
+"""Ways to an uncertainty, by name, each in its own file: P (learned perturbations) and what to compare it with."""
+
+import difflib
+import importlib
+import pkgutil
+from typing import Any
+
+from pmlip.backbones.base import Backbone
+from pmlip.methods.base import Method
+
+__all__ = ["Method", "available", "make"]
+
+_PARTS = ("base", "gaussian")  # what several methods share
+
+
+def available() -> list[str]:
+    """The names of all methods."""
+    return [module.name.replace("_", "-") for module in pkgutil.iter_modules(__path__) if module.name not in _PARTS]
+
+
+def make(name: str, backbone: Backbone, **options: Any) -> Method:
+    """A method around a copy of this backbone, ready to be fine-tuned; options are those of its class."""
+    if name not in available():
+        close = difflib.get_close_matches(name, available(), n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"unknown method {name!r}; allowed: {', '.join(available())}{hint}")
+    method: Method = importlib.import_module(f"pmlip.methods.{name.replace('-', '_')}").make(backbone, **options)
+    return method

@@ -11,10 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from ase.build import bulk
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pmlip.backbones.base import Backbone, Graph
 from pmlip.layers import Mixin, become, mixed_class
+from pmlip.methods.base import WrappedMethod, each_sample
 
 
 class Posterior(nn.Module):
@@ -34,6 +37,7 @@ class Posterior(nn.Module):
         width: int = 64,
         largest: float = 0.8,  # of p in alpha = p / (1 - p)
         prior: float = 0.5,  # p of the prior
+        offset: float = 0.0,  # taken from the logit of p at the start: 10 is nearly deterministic
     ) -> None:
         super().__init__()
         if not 0 < largest < 1 or not 0 < prior < 1:
@@ -44,6 +48,7 @@ class Posterior(nn.Module):
                 for kind, count in layers.items()
             }
         )
+        self.offset = nn.Parameter(torch.tensor(float(offset)), requires_grad=offset != 0)
         self.largest, self.prior_alpha = largest, prior / (1 - prior)
         self.alpha, self.generator = None, None
 
@@ -51,7 +56,7 @@ class Posterior(nn.Module):
         """alpha (..., layer) for the raw features (..., feature) of each kind of row."""
         alphas = {}
         for kind, values in features.items():
-            p = torch.sigmoid(self.networks[kind](values)).clamp(1e-5, self.largest)
+            p = torch.sigmoid(self.networks[kind](values) - self.offset).clamp(1e-5, self.largest)
             alphas[kind] = p / (1 - p)
         return alphas
 
@@ -99,12 +104,14 @@ class VariationalLayer(Mixin):
         return mean + (variance + 1e-18).sqrt() * noise
 
 
-def make_variational(module: nn.Module, layers: Mapping[str, Sequence[str]], features: Mapping[str, int]) -> Posterior:
+def make_variational(
+    module: nn.Module, layers: Mapping[str, Sequence[str]], features: Mapping[str, int], **options: float
+) -> Posterior:
     """Make the named linear layers variational, in place, and give their posterior.
 
-    layers: kind of row -> names of the layers with such rows.
+    layers: kind of row -> names of the layers with such rows; options: of the `Posterior`.
     """
-    posterior = Posterior({kind: len(names) for kind, names in layers.items()}, features)
+    posterior = Posterior({kind: len(names) for kind, names in layers.items()}, features, **options)  # type: ignore[arg-type]
     for kind, names in layers.items():
         for number, name in enumerate(names):
             layer = module.get_submodule(name)
@@ -114,3 +121,61 @@ def make_variational(module: nn.Module, layers: Mapping[str, Sequence[str]], fea
             assert isinstance(layer, VariationalLayer)
             layer.posterior, layer.place = (posterior,), (kind, number)
     return posterior
+
+
+class BLIP(WrappedMethod):
+    """A fine-tuned potential with variational weights in all message and update MLPs: absolute error + beta KL.
+
+    The defaults are those published for Orb.
+    """
+
+    name = "blip"
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        beta: float = 1e-3,
+        prior: float = 0.01,
+        largest: float = 0.1,
+        offset: float = 10.0,
+    ) -> None:
+        super().__init__(backbone)
+        if beta < 0:
+            raise ValueError(f"the weight of the KL divergence must not be negative, got beta={beta}")
+        layers: dict[str, list[str]] = {}
+        for site in (site for mlp in backbone.mlps() for site in mlp):
+            layers.setdefault(site.rows, []).append(site.name)
+        example = backbone.row_features(backbone.graph([bulk("Si")]))
+        features = {kind: example[kind].shape[-1] for kind in layers}
+        self.options = {"beta": beta, "prior": prior, "largest": largest, "offset": offset}
+        self.posterior = make_variational(
+            self.backbone.module, layers, features, prior=prior, largest=largest, offset=offset
+        )
+        self._penalty: Tensor | None = None
+
+    def settings(self) -> dict[str, float]:
+        return self.options
+
+    def new_parameters(self) -> list[nn.Parameter]:
+        return list(self.posterior.parameters())
+
+    def forward(self, graph: Graph, draws: Tensor | None) -> dict[str, Tensor]:
+        if draws is None:
+            return {name: value[None] for name, value in self.backbone(graph).items()}
+        features = self.backbone.row_features(graph)
+        alpha = self.posterior.infer({kind: features[kind] for kind in self.posterior.networks})
+        self._penalty = self.options["beta"] * self.posterior.divergence(alpha)
+
+        def run(generator: torch.Generator) -> dict[str, Tensor]:
+            with self.posterior.in_force(alpha, generator):
+                return dict(self.backbone(graph))
+
+        return each_sample(run, draws)
+
+    def penalty(self) -> Tensor | None:
+        return self._penalty
+
+
+def make(backbone: Backbone, **options: float) -> BLIP:
+    return BLIP(backbone, **options)

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pmlip.backbones.base import Backbone, Graph
 from pmlip.layers import Mixin, become, mixed_class
+from pmlip.methods.base import WrappedMethod, each_sample
 
 
 class Dropout(nn.Module):
@@ -62,3 +64,31 @@ def add_dropout(module: nn.Module, layers: Sequence[str], *, share: float) -> Dr
         assert isinstance(layer, ThinnedLayer)
         layer.dropout = (dropout,)
     return dropout
+
+
+class MCDropout(WrappedMethod):
+    """A fine-tuned potential with dropout between the layers of its message and update MLPs: absolute error."""
+
+    name = "mc-dropout"
+
+    def __init__(self, backbone: Backbone, *, share: float = 0.05) -> None:
+        super().__init__(backbone)
+        inner = [site.name for mlp in backbone.mlps() for site in mlp[1:]]
+        self.dropout = add_dropout(self.backbone.module, inner, share=share)
+
+    def settings(self) -> dict[str, float]:
+        return {"share": self.dropout.share}
+
+    def forward(self, graph: Graph, draws: Tensor | None) -> dict[str, Tensor]:
+        if draws is None:
+            return {name: value[None] for name, value in self.backbone(graph).items()}
+
+        def run(generator: torch.Generator) -> dict[str, Tensor]:
+            with self.dropout.in_force(generator):
+                return dict(self.backbone(graph))
+
+        return each_sample(run, draws)
+
+
+def make(backbone: Backbone, *, share: float = 0.05) -> MCDropout:
+    return MCDropout(backbone, share=share)

@@ -1,0 +1,110 @@
+"""How good a model and its uncertainty are on structures with labels."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from ase import Atoms
+
+from pmlip import metrics, scores
+from pmlip.methods.base import Method
+from pmlip.samples import Outputs, Samples, mean_per_system
+from pmlip.structures import as_structures, labels
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores by output, in eV and Å; energies per atom. `spread` and `error` are those of each structure's forces."""
+
+    samples: int
+    structures: int
+    scores: dict[str, dict[str, float]]  # output -> name -> value
+    seconds: float  # of the K samples
+    spread: np.ndarray  # (structure,) root mean square spread of the force components
+    error: np.ndarray  # (structure,) root mean square error of the force components
+
+
+def evaluate(model: Method, structures: Sequence[Atoms], *, samples: int = 32, seed: int = 0) -> Evaluation:
+    """Scores of the sample mean, of the samples, and of the prediction without noise.
+
+    Every score is over the entries whose label is there. With one sample there is no spread to score.
+    """
+    listed = as_structures(structures)
+    target = labels(listed)
+    count = model.fixed_samples or samples
+    began = time.perf_counter()
+    drawn = model.sample(listed, samples=count, seed=seed)
+    seconds = time.perf_counter() - began
+    point = model.predict(listed)
+    result = {}
+    for name in ("energy", "forces", "stress"):
+        if name in drawn and bool(target[name].isfinite().any()):
+            result[name] = _scores(name, drawn, point, target)
+    has_spread = count > 1 and drawn.trained
+    squares = (drawn.mean.forces.double() - target.forces).square()
+    variance = drawn.spread.forces.double().square() if has_spread else torch.zeros_like(squares)
+    error, spread = (
+        mean_per_system(values, drawn.system, len(listed)).sqrt().numpy() for values in (squares, variance)
+    )
+    return Evaluation(count, len(listed), result, seconds, spread, error)
+
+
+def _scores(name: str, drawn: Samples, point: Outputs, target: Outputs) -> dict[str, float]:
+    label = target[name].double()
+    values, mean, zero = drawn[name].double(), drawn.mean[name].double(), point[name].double()
+    if name == "energy":
+        atoms = target.atoms_per_system
+        values, mean, zero, label = values / atoms, mean / atoms, zero / atoms, label / atoms
+    present = label.isfinite() & mean.isfinite()
+    result = {
+        "mae": float((mean - label)[present].abs().mean()),
+        "mae_without_noise": float((zero - label)[present].abs().mean()),
+        "rmse": float((mean - label)[present].square().mean().sqrt()),
+        "crps": float(scores.fair_crps(values[:, present], label[present]).mean()),
+    }
+    if drawn.count < 2 or not drawn.trained:
+        return result
+    spread = values.std(0)
+    chosen = (mean[present], spread[present], label[present], drawn.count)
+    result["spread"] = float(spread[present].square().mean().sqrt())
+    result["ssr"] = metrics.spread_skill_ratio(*chosen)
+    result["coverage_95"] = metrics.coverage(*chosen)
+    if name == "forces" and bool(present.all()):
+        result |= _ranking(mean, spread, label, drawn.system)
+    return result
+
+
+def _ranking(mean: torch.Tensor, spread: torch.Tensor, label: torch.Tensor, system: torch.Tensor) -> dict[str, float]:
+    """How well the spread ranks errors, per structure and per atom, beside what |F| alone does."""
+    result = {}
+    per_atom = [x.square().mean(-1, keepdim=True) for x in (mean - label, spread, mean)]
+    per_structure = [mean_per_system(x, system, int(system[-1]) + 1) for x in per_atom]
+    for level, (error, variance, force) in {"structure": per_structure, "atom": per_atom}.items():
+        if len(error) > 2:
+            result[f"spearman_{level}"] = metrics.spearman(error, variance)
+            result[f"spearman_{level}_of_force"] = metrics.spearman(error, force)
+            result[f"spearman_{level}_given_force"] = metrics.partial_spearman(error, variance, force)
+    return result
+
+
+def compare(inside: Evaluation, outside: Evaluation) -> dict[str, float]:
+    """Does the spread rise where the error does? In- against out-of-distribution structures."""
+    return {
+        "auroc_spread": metrics.auroc(inside.spread, outside.spread),
+        "auroc_error": metrics.auroc(inside.error, outside.error),
+        "spread_ratio": float(np.sqrt((outside.spread**2).mean() / (inside.spread**2).mean())),
+        "error_ratio": float(np.sqrt((outside.error**2).mean() / (inside.error**2).mean())),
+    }
+
+
+def as_record(evaluation: Evaluation) -> dict[str, Any]:
+    """What a result file holds."""
+    return {
+        "samples": evaluation.samples,
+        "structures": evaluation.structures,
+        "seconds": round(evaluation.seconds, 2),
+        **evaluation.scores,
+    }

@@ -1,0 +1,183 @@
+"""What training, evaluation and benchmarks ask of a potential with an uncertainty; they never ask which one it is."""
+
+import contextlib
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from ase import Atoms
+from torch import Tensor, nn
+
+from pmlip import checkpoint
+from pmlip.backbones.base import Backbone, Graph
+from pmlip.chunks import ChunkSize, run_in_chunks
+from pmlip.samples import Outputs, Samples
+from pmlip.structures import StructureError, as_structures, system_index
+
+
+class Method(nn.Module, ABC):
+    """A potential that gives samples. What tells one sample from another, its draw, is a row of a tensor."""
+
+    backbone: Backbone
+    trains_on_samples = False  # whether its loss is of K samples; otherwise of one
+    fixed_samples: int | None = None  # how many samples there are, where that is not free
+
+    @abstractmethod
+    def draw(self, samples: int, *, seed: int = 0) -> Tensor:
+        """What tells the samples apart, (sample, ...)."""
+
+    @abstractmethod
+    def draw_for_training(self, samples: int, systems: int, generator: torch.Generator) -> Tensor:
+        """The same for a training step, (sample, ...)."""
+
+    @abstractmethod
+    def forward(self, graph: Graph, draws: Tensor | None) -> dict[str, Tensor]:
+        """Outputs with the sample axis first; None: one sample, without noise."""
+
+    @abstractmethod
+    def save(self, path: str | Path) -> None:
+        """Write everything to one file, whole or not at all; `pmlip.load` reads it."""
+
+    @property
+    def trained(self) -> bool:
+        """Whether its spread means anything."""
+        return True
+
+    def new_parameters(self) -> list[nn.Parameter]:
+        """The parameters that the backbone does not have; they start from nothing and learn faster."""
+        return []
+
+    def parts(self) -> Sequence["Method"]:
+        """What is trained one after the other, each with a seed of its own."""
+        return [self]
+
+    def finish(self, valid: Sequence[Atoms]) -> None:
+        """What is left to do after training, on validation data."""
+
+    def penalty(self) -> Tensor | None:
+        """What the loss holds besides the score of the samples, for the last call of `forward`."""
+        return None
+
+    def sample(
+        self,
+        structures: Atoms | Iterable[Atoms],
+        *,
+        samples: int = 16,
+        seed: int = 0,
+        chunk_atoms: int | None = None,
+    ) -> Samples:
+        """K samples for each structure, on the CPU.
+
+        chunk_atoms: how many atoms (times samples) to put through one pass; found by trial when it is not given.
+        """
+        listed = as_structures(structures)
+        outputs = self._run(listed, self.draw(samples, seed=seed), chunk_atoms)
+        return Samples(outputs, system_index(listed), trained=self.trained)
+
+    def predict(self, structures: Atoms | Iterable[Atoms], *, chunk_atoms: int | None = None) -> Outputs:
+        """The prediction without noise: one pass, no spread."""
+        listed = as_structures(structures)
+        outputs = self._run(listed, None, chunk_atoms)
+        return Outputs({name: value[0] for name, value in outputs.items()}, system_index(listed))
+
+    def _run(self, structures: list[Atoms], draws: Tensor | None, chunk_atoms: int | None) -> dict[str, Tensor]:
+        if chunk_atoms is not None and chunk_atoms < 1:
+            raise ValueError(f"a chunk must hold at least 1 atom, got chunk_atoms={chunk_atoms}")
+        chunk = self._chunk() if chunk_atoms is None else ChunkSize(chunk_atoms, settled=True)
+
+        def build(start: int, stop: int) -> Graph:
+            try:
+                return self.backbone.graph(structures[start:stop])
+            except StructureError as error:
+                raise error.after(start) from None
+
+        def forward(graph: Graph, piece: Tensor) -> dict[str, Tensor]:
+            return {name: value.cpu() for name, value in self(graph, None if draws is None else piece).items()}
+
+        with evaluating(self), torch.no_grad():
+            outputs = run_in_chunks(
+                build,
+                forward,
+                sizes=[len(atoms) for atoms in structures],
+                noise=torch.zeros(1) if draws is None else draws,
+                chunk=chunk,
+            )
+        _refuse_non_finite(outputs, structures)
+        return outputs
+
+    def _chunk(self) -> ChunkSize:
+        """What has been found out about the device the backbone is on."""
+        known: dict[torch.device, ChunkSize] = self.__dict__.setdefault("_chunks", {})
+        return known.setdefault(next(self.parameters()).device, ChunkSize())
+
+
+class StoredMethod(Method):
+    """A method whose file holds its name, the options it was made with, and its weights."""
+
+    name: str  # of its module
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__()
+        self.origin = checkpoint.Origin.of(backbone)
+
+    def settings(self) -> dict[str, Any]:
+        """The options it was made with."""
+        return {}
+
+    def save(self, path: str | Path) -> None:
+        settings = {"method": self.name, "options": self.settings()}
+        checkpoint.write(path, origin=self.origin, settings=settings, state=self.state_dict())
+
+
+class WrappedMethod(StoredMethod):
+    """A method around a copy of a backbone, with noise that belongs to rows if it has any."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__(backbone)
+        self.backbone = copy.deepcopy(backbone)
+
+    def draw(self, samples: int, *, seed: int = 0) -> Tensor:
+        """One number per sample to seed a generator with."""
+        if samples < 1:
+            raise ValueError(f"at least 1 sample is needed, got samples={samples}")
+        return torch.randint(2**62, (samples,), generator=torch.Generator().manual_seed(seed))
+
+    def draw_for_training(self, samples: int, systems: int, generator: torch.Generator) -> Tensor:
+        return torch.randint(2**62, (samples,), generator=generator)
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; each submodule's own mode again afterwards."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def _refuse_non_finite(outputs: Mapping[str, Tensor], structures: list[Atoms]) -> None:
+    # the stress of a structure without a cell is NaN by definition
+    system = system_index(structures)
+    for name, where in (("energy", torch.arange(len(structures))), ("forces", system)):
+        bad = (~outputs[name].isfinite()).nonzero()
+        if len(bad):
+            sample, row = bad[0][:2].tolist()
+            index = int(where[row])
+            raise StructureError(
+                structures[index],
+                index,
+                f"the predicted {name} of sample {sample} is NaN or infinite; are atoms on top of each other, or did "
+                "the training diverge?",
+            )
+
+
+def each_sample(run: Any, draws: Tensor) -> dict[str, Tensor]:
+    """run(generator) for each seed in `draws`, the results stacked along a new first axis."""
+    outputs = [run(torch.Generator().manual_seed(int(number))) for number in draws]
+    return {name: torch.stack([output[name] for output in outputs]) for name in outputs[0]}

@@ -1,0 +1,24 @@
+"""Orb-v3's own confidence head: the error of the force it expects on each atom, turned into the width of a Gaussian."""
+
+from torch import Tensor
+
+from pmlip.backbones.base import Backbone, Graph
+from pmlip.methods.gaussian import Gaussian
+
+
+class Confidence(Gaussian):
+    name = "confidence"
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__(backbone)
+        if not hasattr(backbone, "expected_errors"):
+            raise ValueError(f"{backbone.name}:{backbone.variant} has no confidence head; only Orb-v3 has one")
+
+    def force_units(self, graph: Graph, forces: Tensor) -> Tensor:
+        """The expected absolute error of each atom's force components."""
+        errors: Tensor = self.backbone.expected_errors(graph)  # type: ignore[operator]
+        return errors[:, None]
+
+
+def make(backbone: Backbone) -> Confidence:
+    return Confidence(backbone)

@@ -1,0 +1,28 @@
+"""A potential as it is, one prediction and no spread: fine-tuned on the absolute error, the CRPS of a single sample."""
+
+import torch
+from torch import Tensor
+
+from pmlip.backbones.base import Backbone, Graph
+from pmlip.methods.base import WrappedMethod
+
+
+class Deterministic(WrappedMethod):
+    name = "deterministic"
+    fixed_samples = 1
+
+    @property
+    def trained(self) -> bool:
+        return False  # there is no spread
+
+    def draw(self, samples: int, *, seed: int = 0) -> Tensor:
+        if samples != 1:
+            raise ValueError(f"a deterministic potential has one sample, not {samples}; make an ensemble of several")
+        return torch.zeros(1)
+
+    def forward(self, graph: Graph, draws: Tensor | None) -> dict[str, Tensor]:
+        return {name: value[None] for name, value in self.backbone(graph).items()}
+
+
+def make(backbone: Backbone) -> Deterministic:
+    return Deterministic(backbone)

@@ -1,0 +1,50 @@
+"""A deep ensemble: the same potential fine-tuned several times, from different seeds."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pmlip.backbones.base import Backbone, Graph
+from pmlip.methods.base import Method, StoredMethod
+from pmlip.methods.deterministic import Deterministic
+
+
+class Ensemble(StoredMethod):
+    name = "ensemble"
+
+    def __init__(self, backbone: Backbone, *, members: int = 3) -> None:
+        super().__init__(backbone)
+        if members < 2:
+            raise ValueError(f"an ensemble has at least 2 members, got members={members}")
+        self.members = nn.ModuleList(Deterministic(backbone) for _ in range(members))
+        self.fixed_samples = members
+
+    @property
+    def backbone(self) -> Backbone:  # type: ignore[override]  # that of the first member, which it owns
+        return self.parts()[0].backbone
+
+    def settings(self) -> dict[str, int]:
+        return {"members": len(self.members)}
+
+    def parts(self) -> Sequence[Method]:
+        return list(self.members)  # type: ignore[arg-type]  # a ModuleList does not say of what
+
+    def draw(self, samples: int, *, seed: int = 0) -> Tensor:
+        if samples != len(self.members):
+            raise ValueError(f"an ensemble of {len(self.members)} members has as many samples, not {samples}")
+        return torch.arange(samples)
+
+    def draw_for_training(self, samples: int, systems: int, generator: torch.Generator) -> Tensor:
+        raise TypeError("an ensemble is not trained as one; its parts are")
+
+    def forward(self, graph: Graph, draws: Tensor | None) -> dict[str, Tensor]:
+        """The members' predictions; without draws, their mean."""
+        chosen = range(len(self.members)) if draws is None else draws.tolist()
+        outputs = [self.parts()[number](graph, None) for number in chosen]
+        joined = {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
+        return {name: value.mean(0, keepdim=True) for name, value in joined.items()} if draws is None else joined
+
+
+def make(backbone: Backbone, *, members: int = 3) -> Ensemble:
+    return Ensemble(backbone, members=members)

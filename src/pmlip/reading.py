@@ -1,0 +1,198 @@
+"""Files of structures with DFT labels: extxyz, ase.db, npz, and whatever else ASE reads, under the names people use."""
+
+import difflib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ase import Atoms
+from ase.calculators.singlepoint import SinglePointCalculator
+from ase.io import iread
+from ase.io.formats import UnknownFileTypeError
+from ase.stress import full_3x3_to_voigt_6_stress
+
+from pmlip.structures import StructureError, as_structures, labels
+
+# What a label is called in the wild, the likeliest first. A name that says "reference" wins over a plain one, which may
+# be what some other potential left there.
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "energy": ("REF_energy", "ref_energy", "dft_energy", "DFT_energy", "energy", "free_energy", "total_energy"),
+    "forces": ("REF_forces", "ref_forces", "dft_forces", "DFT_forces", "forces", "force"),
+    "stress": ("REF_stress", "ref_stress", "dft_stress", "DFT_stress", "stress"),
+    "virial": ("REF_virial", "REF_virials", "dft_virial", "virial", "virials"),
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a file was found to hold."""
+
+    path: Path
+    structures: int
+    elements: dict[str, int]  # symbol -> atoms
+    atoms: tuple[int, int]  # in the smallest and in the largest structure
+    labels: dict[str, tuple[str, int]]  # label -> its name in the file, and how many structures carry it
+
+    def __str__(self) -> str:
+        small, large = self.atoms
+        sizes = f"{small}" if small == large else f"{small} to {large}"
+        named = [f"{label} ({name!r}, {count} of {self.structures})" for label, (name, count) in self.labels.items()]
+        elements = ", ".join(self.elements)
+        return f"{self.path}: {self.structures} structures of {sizes} atoms ({elements}); labels: {', '.join(named)}"
+
+
+def read_structures(
+    path: str | Path,
+    *,
+    energy_key: str | None = None,
+    forces_key: str | None = None,
+    stress_key: str | None = None,
+) -> tuple[list[Atoms], Found]:
+    """The structures of a file, each with its labels where `pmlip.structures.labels` finds them, and a summary.
+
+    Without a key, a label is looked for under the names in `NAMES`; a virial becomes a stress by division through
+    minus the volume. An error names the file and the structure.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty")
+    try:
+        structures = _read(path)
+        if not structures:
+            raise ValueError("it holds no structures")
+        given = {"energy": energy_key, "forces": forces_key, "stress": stress_key}
+        names = {label: _name(label, key, structures) for label, key in given.items()}
+        counts: Counter[str] = Counter()
+        labelled = []
+        for index, atoms in enumerate(structures):
+            values = _values(atoms, index, names)
+            counts.update(values.keys())
+            labelled.append(_with_labels(atoms, values))
+        labels(as_structures(labelled))  # refuses what is not a number, or has the wrong shape
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not counts:
+        raise ValueError(
+            f"{path}: no energies, forces or stresses were found; the names in it are: "
+            f"{', '.join(_available(structures)) or 'none'}. Say which are the labels with --energy-key, --forces-key, "
+            "--stress-key"
+        )
+    elements = Counter(symbol for atoms in structures for symbol in atoms.symbols)
+    sizes = [len(atoms) for atoms in structures]
+    found = {label: (str(names[label]), counts[label]) for label in names if counts[label]}
+    return labelled, Found(path, len(structures), dict(elements), (min(sizes), max(sizes)), found)
+
+
+def _read(path: Path) -> list[Atoms]:
+    if path.suffix == ".npz":
+        return list(_read_npz(path))
+    try:
+        return list(iread(path, index=":"))
+    except (UnknownFileTypeError, StopIteration) as error:
+        raise ValueError("ASE cannot tell its format; allowed are extxyz, ase.db, npz and ASE's formats") from error
+    except (OSError, IndexError, AttributeError, RuntimeError, TypeError) as error:
+        raise ValueError(f"ASE cannot read it: {error or type(error).__name__}") from error
+
+
+def _read_npz(path: Path) -> Iterator[Atoms]:
+    """Structures of one composition: positions (structure, atom, 3), cells, symbols or numbers, energies, forces."""
+    with np.load(path) as arrays:
+        content = dict(arrays)
+    plural = {"energies": "energy", "cells": "cell", "stresses": "stress", "atomic_numbers": "numbers"}
+    content = {plural.get(name, name): value for name, value in content.items()}
+    missing = [name for name in ("positions",) if name not in content]
+    if missing or not {"symbols", "numbers"} & content.keys():
+        raise ValueError(
+            "an npz file must hold positions (structure, atom, 3) and symbols or numbers (atom,), and may hold cells, "
+            f"energies, forces and stresses; it holds {', '.join(content)}"
+        )
+    kinds = content["symbols"].tolist() if "symbols" in content else content["numbers"]
+    for index, positions in enumerate(content["positions"]):
+        cell = content["cell"][index] if "cell" in content else None
+        atoms = Atoms(kinds, positions, cell=cell, pbc=cell is not None)
+        results = {name: content[name][index] for name in ("energy", "forces", "stress") if name in content}
+        yield _with_labels(atoms, results)
+
+
+def _name(label: str, key: str | None, structures: Sequence[Atoms]) -> str | None:
+    """The name of a label in these structures."""
+    available = _available(structures)
+    if key is not None:
+        if key in available:
+            return key
+        close = difflib.get_close_matches(key, available, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"nothing in it is called {key!r}; the names are: {', '.join(available) or 'none'}{hint}")
+    candidates = NAMES[label] + (NAMES["virial"] if label == "stress" else ())
+    return next((name for name in candidates if name in available), None)
+
+
+def _available(structures: Sequence[Atoms]) -> list[str]:
+    """All names under which the structures carry anything that could be a label."""
+    names: dict[str, None] = {}
+    for atoms in structures:
+        for place in _places(atoms):
+            names.update(dict.fromkeys(place))
+    return [name for name in names if name not in ("numbers", "positions")]
+
+
+def _places(atoms: Atoms) -> list[Mapping[str, Any]]:
+    results = atoms.calc.results if atoms.calc is not None else {}
+    return [results, atoms.info, atoms.arrays]
+
+
+def _values(atoms: Atoms, index: int, names: Mapping[str, str | None]) -> dict[str, Any]:
+    """The labels one structure carries, in ASE's units and signs."""
+    values = {}
+    for label, name in names.items():
+        found = next((place[name] for place in _places(atoms) if name is not None and name in place), None)
+        if found is None:
+            continue
+        try:
+            value = np.asarray(found, dtype=float)
+        except (TypeError, ValueError) as error:
+            raise StructureError(atoms, index, f"its {name!r} is {found!r}, which is not numbers") from error
+        values[label] = _CHECKS[label](value, atoms, index, str(name))
+    return values
+
+
+def _energy(value: np.ndarray, atoms: Atoms, index: int, name: str) -> float:
+    if value.size != 1:
+        raise StructureError(atoms, index, f"its {name!r} must be one number, got shape {value.shape}")
+    return float(value.reshape(()))
+
+
+def _forces(value: np.ndarray, atoms: Atoms, index: int, name: str) -> np.ndarray:
+    if value.shape != (len(atoms), 3):
+        raise StructureError(atoms, index, f"its {name!r} must have shape ({len(atoms)}, 3), got {value.shape}")
+    return value
+
+
+def _stress(value: np.ndarray, atoms: Atoms, index: int, name: str) -> np.ndarray:
+    if value.size == 9:
+        value = full_3x3_to_voigt_6_stress(value.reshape(3, 3))
+    if value.shape != (6,):
+        raise StructureError(atoms, index, f"its {name!r} must have 6 or 9 numbers, got shape {value.shape}")
+    if name in NAMES["virial"]:
+        if atoms.cell.rank < 3:
+            raise StructureError(atoms, index, f"its {name!r} cannot become a stress without a cell")
+        value = -value / atoms.cell.volume
+    return value
+
+
+_CHECKS: dict[str, Callable[[np.ndarray, Atoms, int, str], Any]] = {
+    "energy": _energy,
+    "forces": _forces,
+    "stress": _stress,
+}
+
+
+def _with_labels(atoms: Atoms, values: Mapping[str, Any]) -> Atoms:
+    labelled = atoms.copy()
+    labelled.calc = SinglePointCalculator(labelled, **values)
+    return labelled

@@ -1,0 +1,462 @@
+"""Fine-tuning: one plain loop. It is deterministic, goes on where it was stopped, and runs on one process or many."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from ase import Atoms
+from ase.calculators.singlepoint import SinglePointCalculator
+from ase.stress import full_3x3_to_voigt_6_stress, voigt_6_to_full_3x3_stress
+from torch import Tensor, nn
+
+from pmlip import losses
+from pmlip.files import atomic_write
+from pmlip.methods.base import Method
+from pmlip.references import fit_offsets
+from pmlip.structures import StructureError, as_structures, labels
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from lightning_fabric import Fabric
+
+LABELS = ("energy", "forces", "stress")
+SAVE_EVERY = 60.0  # seconds between two saves of the state of a run
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig:
+    epochs: int | None = None  # passes over the training set; None: about 300 steps, and at least 10 passes
+    batch: int = 4  # structures in a step, over all processes
+    samples: int = 4  # noise draws per structure in the loss
+    backbone_rate: float = 1e-4  # learning rate of the backbone's own weights
+    noise_rate: float = 2e-3  # of those that come with the method
+    warm_up: float = 0.05  # share of the steps in which the rates rise; then they fall as a cosine
+    clip: float = 1.0  # largest norm of the gradient
+    average: float = 0.98  # decay of the running mean of the weights, which is what is kept
+    energy: float = 0.1  # weights of the terms, each measured in units of the error before fine-tuning
+    forces: float = 1.0
+    stress: float = 0.1
+    fairness: float = 1.0  # below 1 the almost-fair CRPS
+    offsets: bool = True  # fit an energy per element to the training set first
+    rotate: bool | None = None  # turn structures at random; None: where the backbone is not equivariant
+    freeze_backbone: bool = False  # train what comes with the method alone
+    missing: bool = False  # whether a structure may lack a label that others carry
+    validations: int = 10  # how often the validation set is scored
+    validation_samples: int = 16
+    patience: int | None = None  # stop after so many validations without a better score; None: never
+    chunk: int | None = None  # samples in one pass of a step; None: all. Fewer need less memory and one pass more
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "samples", "validations", "validation_samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.epochs is not None and self.epochs < 1:
+            raise ValueError(f"epochs must be at least 1, got {self.epochs}")
+        for name in ("backbone_rate", "noise_rate", "clip"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if not 0 <= self.average < 1:
+            raise ValueError(f"average must lie in [0, 1), got {self.average}")
+        losses.check_weights(self.weights, allowed=dict.fromkeys(LABELS))
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in LABELS}
+
+    def steps(self, structures: int) -> int:
+        """Steps in all for a training set of this size."""
+        per_epoch = math.ceil(structures / self.batch)
+        epochs = max(10, math.ceil(300 / per_epoch)) if self.epochs is None else self.epochs
+        return epochs * per_epoch
+
+
+@dataclass(frozen=True)
+class Finetuned:
+    steps: int
+    best: float  # validation score of the weights that were kept; NaN without a validation set
+    offsets: dict[int, float]  # eV per atom of each element, moved into the backbone's references
+    scales: dict[str, float]  # mean absolute error of each label before fine-tuning
+    log: list[dict[str, float]] = field(repr=False)
+    seconds: float = 0.0
+
+
+def finetune(
+    model: Method,
+    train: Atoms | Sequence[Atoms],
+    *,
+    valid: Sequence[Atoms] | None = None,
+    config: FinetuneConfig | None = None,
+    folder: str | Path | None = None,
+    fabric: "Fabric | None" = None,
+    progress: Callable[[int, int, Mapping[str, float]], None] | None = None,
+) -> Finetuned:
+    """Fine-tune a model in place on structures with labels.
+
+    Each label's term of the loss is measured in units of its error before fine-tuning, so that energies do not
+    drown forces or the other way round. Kept are the averaged weights with the best validation score (without a
+    validation set, the last). With a folder, the state of the run lives there in `last.pt`: called again with the
+    same data and settings, an interrupted run goes on and ends where it would have ended. `progress(step, steps,
+    latest)` is called after every step.
+    """
+    config = config or FinetuneConfig()
+    listed, held_out = as_structures(train), as_structures(valid) if valid else []
+    check_labels(listed, config)
+    if fabric is None:
+        from lightning_fabric import Fabric
+
+        fabric = Fabric(accelerator=next(model.parameters()).device.type, devices=1)
+    runs: list[Finetuned] = []
+    parts = model.parts()
+    for number, part in enumerate(parts):
+
+        def show(step: int, steps: int, latest: Mapping[str, float], before: int = number) -> None:
+            if progress:
+                progress(before * steps + step, len(parts) * steps, latest)
+
+        place = Path(folder) / (f"part-{number}" if len(parts) > 1 else "") if folder else None
+        own = replace(config, seed=config.seed + number)
+        runs.append(_Run(part, listed, held_out, own, place, fabric).to_the_end(show))
+    model.finish(held_out)
+    return runs[0] if len(runs) == 1 else replace(runs[0], seconds=sum(run.seconds for run in runs))
+
+
+class _Run:
+    """One fine-tuning, from its start or from where it was stopped."""
+
+    def __init__(
+        self,
+        model: Method,
+        train: list[Atoms],
+        valid: list[Atoms],
+        config: FinetuneConfig,
+        folder: Path | None,
+        fabric: "Fabric",
+    ) -> None:
+        self.model, self.train, self.valid, self.config, self.fabric = model, train, valid, config, fabric
+        self.state_file = folder / "last.pt" if folder else None
+        self.steps = config.steps(len(train))
+        self.rotate = not model.backbone.equivariant if config.rotate is None else config.rotate
+        model.to(fabric.device)
+        self.step, self.best, self.worse, self.log, self.spent = 0, math.inf, 0, list[dict[str, float]](), 0.0
+        self.best_state: dict[str, Tensor] = {}
+        self.identity = {"config": asdict(config), "train": fingerprint(train), "valid": fingerprint(valid)}
+        stored = self._stored()
+        if stored:
+            self.offsets, self.scales = stored["offsets"], stored["scales"]
+        else:
+            self.offsets, self.scales = self._prepare()
+        self.parameters, groups = self._groups()
+        self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+        self.averaged = [parameter.detach().clone() for parameter in self.parameters]
+        if stored:
+            self._restore(stored)
+
+    def _prepare(self) -> tuple[dict[int, float], dict[str, float]]:
+        """Fit and apply the energy offsets; measure the error of each label before fine-tuning."""
+        target, outputs = labels(self.train), self.model.predict(self.train)
+        offsets: dict[int, float] = {}
+        energy = outputs.energy.double()
+        if self.config.offsets and bool(target.energy.isfinite().any()):
+            offsets = fit_offsets((target.energy - energy).numpy(), self.train)
+            self.model.backbone.shift_references(offsets)
+            shift = [sum(offsets.get(int(number), 0.0) for number in atoms.numbers) for atoms in self.train]
+            energy = energy + torch.tensor(shift, dtype=torch.float64)
+        errors = {"energy": (energy - target.energy) / target.atoms_per_system}
+        errors |= {name: outputs[name].double() - target[name] for name in ("forces", "stress") if name in outputs}
+        scales = {}
+        for name, error in errors.items():
+            present = error[error.isfinite()]
+            if len(present) and self.config.weights[name] > 0:
+                # an error of zero would make the weight infinite: the model knows these labels already
+                scales[name] = max(float(present.abs().mean()), 1e-6)
+        if not scales:
+            raise ValueError(
+                "no label that the model predicts and that has a weight in the loss is there to learn from"
+            )
+        return offsets, scales
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return {name: self.config.weights[name] / scale for name, scale in self.scales.items()}
+
+    def _groups(self) -> tuple[list[nn.Parameter], list[dict[str, Any]]]:
+        new = self.model.new_parameters()
+        ids = {id(parameter) for parameter in new}
+        own = [parameter for parameter in self.model.parameters() if id(parameter) not in ids]
+        own = [] if self.config.freeze_backbone else [parameter for parameter in own if parameter.requires_grad]
+        if not own and not new:
+            raise ValueError("there is nothing to train: the backbone is frozen, and this method adds no parameters")
+        groups = [
+            {"params": parameters, "lr": rate, "rate": rate}
+            for parameters, rate in ((own, self.config.backbone_rate), (new, self.config.noise_rate))
+            if parameters
+        ]
+        return [*own, *new], groups
+
+    def to_the_end(self, progress: Callable[[int, int, Mapping[str, float]], None]) -> Finetuned:
+        began = saved = time.monotonic()
+        spent = self.spent
+        checkpoints = {
+            math.ceil(self.steps * (k + 1) / self.config.validations) for k in range(self.config.validations)
+        }
+        if self.step:
+            progress(self.step, self.steps, {})
+        self.model.train()
+        try:
+            while self.step < self.steps and not self._out_of_patience:
+                latest = self._train_step()
+                self.step += 1
+                if self.valid and self.step in checkpoints:
+                    latest |= self._validate()
+                self.spent = spent + time.monotonic() - began
+                self.log.append({"step": self.step, "seconds": round(self.spent, 3), **latest})
+                progress(self.step, self.steps, latest)
+                if time.monotonic() - saved > SAVE_EVERY or self.step in checkpoints:
+                    self._save()
+                    saved = time.monotonic()
+        except KeyboardInterrupt:
+            self._save()
+            raise
+        finally:
+            self.model.eval()
+        self._save()
+        self._load_weights(self.best_state or self._averaged_state())
+        best = self.best if self.valid else math.nan
+        return Finetuned(self.step, best, self.offsets, self.scales, self.log, self.spent)
+
+    @property
+    def _out_of_patience(self) -> bool:
+        return self.config.patience is not None and self.worse > self.config.patience
+
+    def _train_step(self) -> dict[str, float]:
+        config, size = self.config, len(self.train)
+        per_epoch = math.ceil(size / config.batch)
+        epoch, place = divmod(self.step, per_epoch)
+        order = np.random.default_rng([config.seed, 1, epoch]).permutation(size)
+        chosen = [self.train[i] for i in order[place * config.batch : (place + 1) * config.batch]]
+        random = np.random.default_rng([config.seed, 2, self.step])
+        if self.rotate:
+            chosen = [rotated(atoms, random_rotation(random)) for atoms in chosen]
+        # every process draws for the whole batch and takes its part, so their number changes nothing
+        generator = torch.Generator().manual_seed(int(random.integers(2**62)))
+        samples = config.samples if self.model.trains_on_samples else 1
+        draws = self.model.draw_for_training(samples, len(chosen), generator)
+        own = slice(self.fabric.global_rank, None, self.fabric.world_size)
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        terms = dict.fromkeys(self.scales, 0.0)
+        if chosen[own]:
+            graph = self.model.backbone.graph(chosen[own])
+            part = draws[:, own] if draws.dim() > 1 else draws
+            loss = losses.backpropagate(
+                partial(self.model, graph), part, partial(self._loss, chosen[own], chosen), chunk=config.chunk
+            )
+            terms = {name: float(term) for name, term in loss.terms.items()}
+        terms = self._reduce(terms)
+        norm = nn.utils.clip_grad_norm_(self.parameters, config.clip)
+        self._set_rates()
+        self.optimizer.step()
+        self._average()
+        latest = {f"train_{name}": value for name, value in terms.items()}
+        return {"loss": sum(self.weights[name] * value for name, value in terms.items()), **latest, "norm": float(norm)}
+
+    def _loss(self, part: Sequence[Atoms], whole: Sequence[Atoms], outputs: Mapping[str, Tensor]) -> losses.Loss:
+        loss = losses.crps_loss(
+            outputs,
+            labels(part),
+            weights=self.weights,
+            fairness=self.config.fairness,
+            carriers=losses.count_carriers(labels(whole)),
+        )
+        penalty = self.model.penalty()
+        return loss if penalty is None else loss._replace(total=loss.total + penalty / self.fabric.world_size)
+
+    def _reduce(self, terms: dict[str, float]) -> dict[str, float]:
+        """Add up what the processes found."""
+        if self.fabric.world_size == 1:
+            return terms
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        flat = self.fabric.all_reduce(flat, reduce_op="sum")  # type: ignore[assignment]
+        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+        values = torch.tensor(list(terms.values()), dtype=torch.float64, device=self.fabric.device)
+        summed = self.fabric.all_reduce(values, reduce_op="sum")
+        assert isinstance(summed, Tensor)
+        return dict(zip(terms, summed.tolist(), strict=True))
+
+    def _set_rates(self) -> None:
+        rising = max(1, round(self.config.warm_up * self.steps))
+        if self.step < rising:
+            factor = (self.step + 1) / rising
+        else:
+            factor = 0.5 * (1 + math.cos(math.pi * (self.step - rising) / max(1, self.steps - rising)))
+        for group in self.optimizer.param_groups:
+            group["lr"] = factor * group["rate"]
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        # early on the mean is over few steps, so that the start is soon forgotten
+        share = 1 - min(self.config.average, (self.step + 1) / (self.step + 10))
+        torch._foreach_lerp_(self.averaged, [parameter.detach() for parameter in self.parameters], share)
+
+    def _validate(self) -> dict[str, float]:
+        """Score the averaged weights; keep them if none were better."""
+        current = [parameter.detach().clone() for parameter in self.parameters]
+        self._put(self.averaged)
+        part = self.valid[self.fabric.global_rank :: self.fabric.world_size]
+        terms = dict.fromkeys(self.scales, 0.0)
+        if part:
+            samples = self.model.sample(part, samples=self.config.validation_samples if self._is_free else 1)
+            loss = losses.crps_loss(
+                samples, labels(part), weights=self.weights, carriers=losses.count_carriers(labels(self.valid))
+            )
+            terms = {name: float(term) for name, term in loss.terms.items()}
+        if self.fabric.world_size > 1:
+            values = torch.tensor(list(terms.values()), dtype=torch.float64, device=self.fabric.device)
+            terms = dict(zip(terms, self.fabric.all_reduce(values, reduce_op="sum").tolist(), strict=True))  # type: ignore[union-attr]
+        score = sum(self.weights[name] * value for name, value in terms.items())
+        self.worse = 0 if score < self.best else self.worse + 1
+        if score < self.best:
+            self.best = score
+            self.best_state = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        self._put(current)
+        return {"valid": score, **{f"valid_{name}": value for name, value in terms.items()}}
+
+    @property
+    def _is_free(self) -> bool:
+        return self.model.fixed_samples is None
+
+    @torch.no_grad()
+    def _put(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.copy_(value)
+
+    def _averaged_state(self) -> dict[str, Tensor]:
+        self._put(self.averaged)
+        return self.model.state_dict()
+
+    def _load_weights(self, state: Mapping[str, Tensor]) -> None:
+        self.model.load_state_dict(state)
+
+    def _save(self) -> None:
+        if self.state_file is None or self.fabric.global_rank:
+            return
+        content = {
+            "format": "pmlip-run",
+            "version": 1,
+            "identity": self.identity,
+            "offsets": self.offsets,
+            "scales": self.scales,
+            "step": self.step,
+            "seconds": self.spent,
+            "best": self.best,
+            "worse": self.worse,
+            "log": self.log,
+            "best_state": self.best_state,
+            "model": self.model.state_dict(),
+            "averaged": self.averaged,
+            "optimizer": self.optimizer.state_dict(),
+        }
+        self.state_file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(self.state_file) as file:
+            torch.save(content, file)
+        with atomic_write(self.state_file.with_name("log.jsonl")) as file:
+            file.writelines(json.dumps(line).encode() + b"\n" for line in self.log)
+
+    def _stored(self) -> dict[str, Any] | None:
+        """The state of the run that was stopped here, if it is this one."""
+        if self.state_file is None or not self.state_file.exists():
+            return None
+        try:
+            content = torch.load(self.state_file, map_location=self.fabric.device, weights_only=True)
+        except Exception as error:  # torch raises a different type for every way a file can be broken
+            raise ValueError(f"{self.state_file} is damaged; remove it to start anew") from error
+        for name, value in self.identity.items():
+            if content["identity"][name] != value:
+                what = {"config": "settings", "train": "training data", "valid": "validation data"}[name]
+                raise ValueError(
+                    f"{self.state_file} belongs to a run with other {what}; give another folder with --out, or remove "
+                    "the file to start anew"
+                )
+        state: dict[str, Any] = content
+        return state
+
+    def _restore(self, stored: dict[str, Any]) -> None:
+        self.model.load_state_dict(stored["model"])
+        self.optimizer.load_state_dict(stored["optimizer"])
+        self.averaged = stored["averaged"]
+        self.step, self.best, self.worse = stored["step"], stored["best"], stored["worse"]
+        self.log, self.best_state, self.spent = stored["log"], stored["best_state"], stored["seconds"]
+
+
+def check_labels(structures: Sequence[Atoms], config: FinetuneConfig) -> None:
+    """Forces must be there; and, unless told otherwise, what one structure carries all must."""
+    found = labels(structures)
+    counts = losses.count_carriers(found)
+    if counts["forces"] == 0:
+        raise ValueError("none of the structures carries forces, and without them there is little to learn from")
+    if config.missing:
+        return
+    for name, count in counts.items():
+        if config.weights[name] > 0 and 0 < count < len(structures):
+            label = found[name]
+            present = label.isfinite().flatten(1).all(-1) if label.dim() > 1 else label.isfinite()
+            row = int((~present).nonzero()[0])
+            index = int(found.system[row]) if name == "forces" else row
+            raise StructureError(
+                structures[index],
+                index,
+                f"it carries no {name}, and {count} of {len(structures)} structures do; remove it, or allow missing "
+                "labels with --missing",
+            )
+
+
+def fingerprint(structures: Sequence[Atoms]) -> str:
+    """A hash of structures and labels, to know the same data again."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for atoms in structures:
+        for array in (atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc):
+            digest.update(np.ascontiguousarray(array).tobytes())
+    if structures:
+        for value in labels(structures).values():
+            digest.update(value.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def random_rotation(random: np.random.Generator) -> np.ndarray:
+    """A rotation, all equally likely (a unit quaternion)."""
+    w, x, y, z = (q := random.normal(size=4)) / np.linalg.norm(q)
+    return np.array(
+        [
+            [1 - 2 * (y * y + z * z), 2 * (x * y - z * w), 2 * (x * z + y * w)],
+            [2 * (x * y + z * w), 1 - 2 * (x * x + z * z), 2 * (y * z - x * w)],
+            [2 * (x * z - y * w), 2 * (y * z + x * w), 1 - 2 * (x * x + y * y)],
+        ]
+    )
+
+
+def rotated(atoms: Atoms, matrix: np.ndarray) -> Atoms:
+    """The structure and its labels, turned."""
+    turned = atoms.copy()
+    turned.set_cell(atoms.cell.array @ matrix.T)
+    turned.positions = atoms.positions @ matrix.T
+    results = dict(atoms.calc.results) if atoms.calc is not None else {}
+    if "forces" in results:
+        results["forces"] = np.asarray(results["forces"]) @ matrix.T
+    if "stress" in results:
+        full = np.asarray(results["stress"], dtype=float)
+        full = full if full.shape == (3, 3) else voigt_6_to_full_3x3_stress(full)
+        results["stress"] = full_3x3_to_voigt_6_stress(matrix @ full @ matrix.T)
+    kept = {name: value for name, value in results.items() if name in LABELS}
+    turned.calc = SinglePointCalculator(turned, **kept)
+    return turned
