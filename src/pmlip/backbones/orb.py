@@ -15,9 +15,11 @@ import torch
 from ase import Atoms
 from ase.calculators.calculator import Calculator
 from torch import Tensor, nn
+from torch.nn import functional
 
 from pmlip.backbones.base import Backbone, Graph, distance_features
 from pmlip.injection import Site
+from pmlip.layers import become
 from pmlip.structures import StructureError
 
 try:
@@ -25,11 +27,72 @@ try:
     from orb_models.forcefield.base import AtomGraphs, batch_graphs
     from orb_models.forcefield.calculator import ORBCalculator
     from orb_models.forcefield.conservative_regressor import ConservativeForcefieldRegressor
+    from orb_models.forcefield.gns import AttentionInteractionNetwork
     from orb_models.forcefield.pretrained import ORB_PRETRAINED_MODELS
 except ImportError as error:
     raise ImportError("backbone 'orb' needs: pip install 'pmlip[orb]'") from error
 
 ELEMENTS = 117  # Orb's embedding has 118 rows and begins at 0
+
+
+class EndsLinear(nn.Linear):
+    """A linear layer on [edge, sender, receiver]: the parts of the two ends are computed once per node."""
+
+    # takes its input in parts, or whole as the package's own layer does
+    def forward(self, edges: Tensor, nodes: Tensor | None = None, ends: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        if nodes is None:
+            return super().forward(edges)
+        return self.combine(edges, nodes, ends, self.weight, self.bias)
+
+    @staticmethod
+    def combine(
+        edges: Tensor, nodes: Tensor, ends: tuple[Tensor, Tensor] | None, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        assert ends is not None
+        width = nodes.shape[-1]
+        of_edge, of_sender, of_receiver = weight.split([edges.shape[-1], width, width], dim=1)
+        out = functional.linear(edges, of_edge, bias)
+        out = out + functional.linear(nodes, of_sender).index_select(0, ends[0])
+        return out + functional.linear(nodes, of_receiver).index_select(0, ends[1])
+
+
+class SplitInteraction(AttentionInteractionNetwork):
+    """The package's message passing, its edge MLP's first layer split: a third less work, equal up to rounding."""
+
+    def forward(
+        self,
+        nodes: Tensor,
+        edges: Tensor,
+        senders: Tensor,
+        receivers: Tensor,
+        cutoff: Tensor,
+        cond_nodes: Tensor | None = None,
+        cond_edges: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if cond_nodes is not None:
+            nodes = nodes + self._cond_node_proj(cond_nodes)
+        first, *rest = self._edge_mlp.mlp
+        messages = first(edges, nodes, (senders, receivers))
+        for layer in (*rest, *list(self._edge_mlp)[1:]):
+            messages = layer(messages)
+        received = torch.sigmoid(self._receive_attn(edges)) * cutoff
+        sent = torch.sigmoid(self._send_attn(edges)) * cutoff
+        into = torch.zeros_like(nodes).index_add(0, receivers, messages * received)
+        out_of = torch.zeros_like(nodes).index_add(0, senders, messages * sent)
+        return nodes + self._node_mlp(torch.cat([nodes, into, out_of], dim=1)), edges + messages
+
+
+def _split(layer: Any) -> None:
+    """Let a layer of message passing work in parts, where it is of the kind that all published Orbs have."""
+    if (
+        type(layer) is AttentionInteractionNetwork
+        and layer._attention_gate == "sigmoid"
+        and layer._distance_cutoff
+        and layer._edge_cond == "none"
+        and layer._node_cond in ("none", "additive")
+    ):
+        become(layer, SplitInteraction)
+        become(layer._edge_mlp.mlp[0], EndsLinear)
 
 
 class OrbBackbone(Backbone):
@@ -40,6 +103,8 @@ class OrbBackbone(Backbone):
     def __init__(self, module: nn.Module, variant: str) -> None:
         super().__init__(module, variant)
         self.conservative = isinstance(module, ConservativeForcefieldRegressor)
+        for layer in self.module.model.gnn_stacks:
+            _split(layer)
 
     def sites(self) -> list[Site]:
         return [

@@ -1,0 +1,312 @@
+"""Fine-tuning, on a tiny potential in double precision with random noise weights unless the start is what is tested."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ase import Atoms
+from ase.calculators.singlepoint import SinglePointCalculator
+
+import pmlip
+from conftest import randomise_noise
+from pmlip.structures import labels
+from pmlip.training import FinetuneConfig, check_labels, finetune, fingerprint, random_rotation, rotated
+from tiny import tiny_backbone
+
+CONFIG = FinetuneConfig(epochs=4, batch=4, samples=3, noise_rate=1e-2, backbone_rate=1e-3, validations=3)
+
+
+def molecules(count=10, seed=0):
+    """Clusters of silicon and oxygen with the forces of springs and an energy per element."""
+    random = np.random.default_rng(seed)
+    made = []
+    for index in range(count):
+        size = 4 + index % 3
+        atoms = Atoms("".join("Si" if i % 3 == 0 else "O" for i in range(size)), 1.3 * random.normal(size=(size, 3)))
+        energy = sum({"Si": -100.0, "O": -400.0}[symbol] for symbol in atoms.symbols) + 0.1 * random.normal()
+        atoms.calc = SinglePointCalculator(
+            atoms, energy=energy, forces=-0.3 * (atoms.positions - atoms.positions.mean(0))
+        )
+        made.append(atoms)
+    return made
+
+
+def model(seed=0):
+    return randomise_noise(pmlip.perturb(tiny_backbone(seed=seed)))
+
+
+def state(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(a, b, **tolerance):
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        torch.testing.assert_close(value, b[name], msg=name, **(tolerance or {"rtol": 0, "atol": 0}))
+
+
+def test_training_lowers_the_score_and_repeats():
+    data, results = molecules(), []
+    for _ in range(2):
+        trained = model()
+        before = pmlip.evaluate(trained, data[8:], samples=8)
+        done = finetune(trained, data[:8], valid=data[8:], config=replace(CONFIG, epochs=40, seed=3))
+        results.append(state(trained))
+    after = pmlip.evaluate(trained, data[8:], samples=8)
+    assert after.scores["forces"]["crps"] < 0.7 * before.scores["forces"]["crps"]
+    assert done.steps == 80
+    assert_same(*results)
+    assert [line["step"] for line in done.log if "valid" in line] == [27, 54, 80]
+    assert done.best == min(line["valid"] for line in done.log if "valid" in line)
+
+
+def test_energies_per_element_move_into_the_references():
+    """The offsets of 100 and 400 eV that no potential could learn are gone before training starts."""
+    data, trained = molecules(), model()
+    done = finetune(trained, data, config=CONFIG)
+    assert done.offsets[14] == pytest.approx(-100, abs=3)
+    assert done.offsets[8] == pytest.approx(-400, abs=3)
+    error = (trained.predict(data).energy - labels(data).energy).abs() / labels(data).atoms_per_system
+    assert float(error.mean()) < 1
+    assert done.scales["energy"] < 1
+
+
+def test_a_frozen_backbone_keeps_its_prediction():
+    data, trained = molecules(), model()
+    before = trained.predict(data)
+    spread = trained.sample(data, samples=4).spread
+    done = finetune(trained, data, config=replace(CONFIG, freeze_backbone=True))
+    after = trained.predict(data)
+    torch.testing.assert_close(after.forces, before.forces, rtol=0, atol=0)
+    shift = torch.tensor([sum(done.offsets[int(z)] for z in atoms.numbers) for atoms in data], dtype=torch.float64)
+    torch.testing.assert_close(after.energy, before.energy + shift)
+    assert not torch.allclose(trained.sample(data, samples=4).spread.forces, spread.forces)
+
+
+def test_the_best_weights_are_kept_and_patience_ends_a_run():
+    """The training labels have nothing to do with the validation labels, so it soon gets worse."""
+    data, others = molecules(8), molecules(4, seed=1)
+    for atoms in others:
+        atoms.calc.results["forces"] = -atoms.calc.results["forces"]
+    config = replace(CONFIG, epochs=60, validations=30, patience=2, noise_rate=0.05, backbone_rate=0.05)
+    trained = model()
+    done = finetune(trained, data, valid=others, config=config)
+    scored = [line["valid"] for line in done.log if "valid" in line]
+    assert done.steps < 120
+    assert done.best == min(scored) < scored[-1]
+    loss = pmlip.losses.crps_loss(
+        trained.sample(others, samples=16),
+        labels(others),
+        weights={k: 1 / v for k, v in done.scales.items() if k == "forces"},
+    )
+    best = next(line for line in done.log if line.get("valid") == done.best)
+    assert float(loss.terms["forces"]) == pytest.approx(best["valid_forces"], rel=1e-9)
+
+
+SCRIPT = """
+    import sys, time, torch
+    torch.set_num_threads(1)
+    import pmlip.training
+    from test_training import CONFIG, model, molecules
+    from pmlip.training import finetune
+    pmlip.training.SAVE_EVERY = 0.0
+    data, trained = molecules(), model()
+
+    def slowly(step, steps, latest):
+        print(step, flush=True)
+        time.sleep(float(sys.argv[2]))
+
+    finetune(trained, data[:8], valid=data[8:], config=CONFIG, folder=sys.argv[1], progress=slowly)
+    trained.save(sys.argv[1] + "/model.pt")
+"""
+
+
+def start(folder, pause):
+    tests = str(Path(__file__).parent)
+    environment = {**os.environ, "PYTHONPATH": tests}
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(folder), str(pause)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
+
+
+def test_a_killed_run_ends_where_an_uninterrupted_one_ends(tmp_path):
+    whole = start(tmp_path / "whole", 0)
+    killed = start(tmp_path / "killed", 0.2)
+    for line in killed.stdout:
+        if int(line) == 4:
+            break
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    killed.stdout.close()
+    assert not (tmp_path / "killed" / "model.pt").exists()
+    again = start(tmp_path / "killed", 0)
+    steps = again.communicate()[0].split()
+    assert again.returncode == 0
+    assert int(steps[0]) >= 3  # not from the start
+    whole.communicate()
+    ends = [torch.load(tmp_path / name / "model.pt", weights_only=True)["state"] for name in ("whole", "killed")]
+    assert_same(*ends)
+    logs = [(tmp_path / name / "log.jsonl").read_text().splitlines() for name in ("whole", "killed")]
+    curves = [[{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in log] for log in logs]
+    assert curves[0] == curves[1]
+
+
+def test_an_interrupted_run_saves_where_it_is(tmp_path):
+    data, trained = molecules(), model()
+
+    def interrupt(step, steps, latest):
+        if step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        finetune(trained, data, config=CONFIG, folder=tmp_path, progress=interrupt)
+    assert torch.load(tmp_path / "last.pt", weights_only=True)["step"] == 3
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["last.pt", "log.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"config": replace(CONFIG, seed=1)}, "belongs to a run with other settings"),
+        ({"train": molecules(9)}, "belongs to a run with other training data"),
+    ],
+)
+def test_a_folder_belongs_to_one_run(tmp_path, change, message):
+    given = {"train": molecules(), "config": CONFIG}
+    finetune(model(), given["train"], config=given["config"], folder=tmp_path)
+    given |= change
+    with pytest.raises(ValueError, match=message):
+        finetune(model(), given["train"], config=given["config"], folder=tmp_path)
+
+
+def test_a_damaged_state_is_an_error_and_stays(tmp_path):
+    (tmp_path / "last.pt").write_bytes(b"half a file")
+    with pytest.raises(ValueError, match=r"last.pt is damaged; remove it to start anew"):
+        finetune(model(), molecules(), config=CONFIG, folder=tmp_path)
+    assert (tmp_path / "last.pt").read_bytes() == b"half a file"
+
+
+DISTRIBUTED = """
+    import os, sys, torch
+    torch.set_num_threads(1)
+    from lightning_fabric import Fabric
+    from test_training import CONFIG, model, molecules
+    from pmlip.training import finetune
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    data, trained = molecules(), model()
+    finetune(trained, data[:7], valid=data[7:], config=CONFIG, fabric=fabric)
+    if fabric.global_rank == 0:
+        trained.save(sys.argv[1])
+    fabric.barrier()
+    os._exit(0)  # taking the process group down can wait for ever
+"""
+
+
+def test_two_processes_give_what_one_gives(tmp_path):
+    """7 structures in batches of 4: the last batch has 3, so one process has two of them and the other one."""
+    data, alone = molecules(), model()
+    finetune(alone, data[:7], valid=data[7:], config=CONFIG)
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(DISTRIBUTED))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        str(script),
+        str(tmp_path / "two.pt"),
+    ]
+    subprocess.run([sys.executable, *command], env=environment, check=True, capture_output=True, timeout=120)
+    together = torch.load(tmp_path / "two.pt", weights_only=True)["state"]
+    assert_same(together, state(alone), rtol=1e-7, atol=1e-9)
+
+
+def test_rotations_turn_structures_and_labels_alike():
+    random = np.random.default_rng(0)
+    matrix = random_rotation(random)
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(3), atol=1e-12)
+    assert np.linalg.det(matrix) == pytest.approx(1)
+    atoms = molecules(1)[0]
+    results = {**atoms.calc.results, "stress": random.normal(size=6)}
+    atoms.set_cell(5 * np.eye(3) + 0.1 * random.normal(size=(3, 3)))
+    atoms.calc = SinglePointCalculator(atoms, **results)
+    backbone = tiny_backbone()
+    turned = rotated(atoms, matrix)
+    outputs = [backbone(backbone.graph([a])) for a in (atoms, turned)]
+    torch.testing.assert_close(outputs[1]["forces"], outputs[0]["forces"] @ torch.from_numpy(matrix).T)
+    np.testing.assert_allclose(turned.calc.results["forces"], atoms.calc.results["forces"] @ matrix.T)
+    # a stress turned there and back is itself, and its trace never changes
+    back = rotated(turned, matrix.T)
+    np.testing.assert_allclose(back.calc.results["stress"], atoms.calc.results["stress"], atol=1e-12)
+    assert turned.calc.results["stress"][:3].sum() == pytest.approx(atoms.calc.results["stress"][:3].sum())
+    assert turned.get_volume() == pytest.approx(atoms.get_volume())
+    assert fingerprint([turned]) != fingerprint([atoms])
+
+
+def test_memory_of_many_samples_can_be_saved():
+    """Chunks of samples change nothing but rounding."""
+    data, results = molecules(), []
+    for chunk in (None, 1):
+        trained = model()
+        finetune(trained, data, config=replace(CONFIG, chunk=chunk, epochs=1))
+        results.append(state(trained))
+    assert_same(*results, rtol=1e-7, atol=1e-9)
+
+
+def test_missing_labels_are_an_error_unless_allowed():
+    data = molecules()
+    del data[3].calc.results["energy"]
+    with pytest.raises(ValueError, match=r"structure 3 .* it carries no energy, and 9 of 10 structures do; remove it"):
+        finetune(model(), data, config=CONFIG)
+    finetune(model(), data, config=replace(CONFIG, missing=True))
+    for atoms in data:
+        atoms.calc.results.pop("forces")
+    with pytest.raises(ValueError, match="none of the structures carries forces"):
+        check_labels(data, replace(CONFIG, missing=True))
+
+
+def test_energies_in_another_unit_are_warned_about():
+    data = molecules()
+    for atoms in data:
+        atoms.calc.results["energy"] *= 23.06 * (1 + 0.1 * np.sin(len(atoms)))
+    with pytest.warns(UserWarning, match=r"still differ by .* eV/atom .* are the energies in eV\?"):
+        finetune(model(), data, config=CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch": 0}, "batch must be at least 1, got 0"),
+        ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"noise_rate": 0.0}, "noise_rate must be positive, got 0.0"),
+        ({"average": 1.0}, r"average must lie in \[0, 1\), got 1.0"),
+        ({"energy": -1.0}, "the weight of energy must not be negative"),
+    ],
+)
+def test_bad_settings_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(CONFIG, **change)
+
+
+def test_there_must_be_something_to_train():
+    from pmlip.methods.deterministic import Deterministic
+
+    with pytest.raises(ValueError, match="there is nothing to train: the backbone is frozen"):
+        finetune(Deterministic(tiny_backbone()), molecules(), config=replace(CONFIG, freeze_backbone=True))
+
+
+def test_a_run_leaves_the_given_structures_alone():
+    data = molecules()
+    before = fingerprint(data)
+    finetune(model(), data, config=replace(CONFIG, rotate=True))
+    assert fingerprint(data) == before
