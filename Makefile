@@ -1,5 +1,6 @@
 # make demo   train the noise of the real CHGNet on a few DFT structures and show spread beside error
-# make test   ruff, mypy and pytest: what CI runs
+# make test   ruff, mypy and pytest; with test-sevenn and test-mace what CI runs
+# make test-sevenn, make test-mace   the adapters that cannot share an environment, each in its own
 # make bench  the speed tables of benchmarks/results/speed
 
 PYTHON ?= python3
@@ -7,7 +8,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/installed
 
-.PHONY: demo test bench clean
+.PHONY: demo test test-sevenn test-mace bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/pmlip demo
@@ -18,6 +19,10 @@ test: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/pytest
 
+# the adapter's tests first: mace must be imported before e3nn
+test-sevenn test-mace: test-%: .venv-%/installed
+	.venv-$*/bin/pytest tests/test_backbones_$*.py tests/test_backbones.py tests/test_injection.py
+
 bench: $(INSTALLED)
 	$(BIN)/pmlip bench speed --out benchmarks/results/speed
 
@@ -26,5 +31,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[chgnet,orb,report,dev]'
 	touch $@
 
+.venv-%/installed: pyproject.toml constraints-%.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/pip install --quiet --constraint constraints-$*.txt --editable '.[$*,dev]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-sevenn .venv-mace .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -67,6 +67,11 @@ class TinyBackbone(Backbone):
         }
         return Graph(batch, {"node": system, "edge": system[edge[0]]}, len(structures))
 
+    def row_features(self, graph):
+        sender, receiver = graph.batch["edge"]
+        apart = graph.batch["positions"][receiver] - graph.batch["positions"][sender]
+        return {"node": graph.batch["numbers"][:, None].to(apart), "edge": apart.norm(dim=-1, keepdim=True)}
+
     def repeat(self, graph, copies):
         batch, atoms = graph.batch, len(graph.batch["numbers"])
         steps = torch.arange(copies)

@@ -71,7 +71,9 @@ def _scores(name: str, drawn: Samples, point: Outputs, target: Outputs) -> dict[
     chosen = (mean[present], spread[present], label[present], drawn.count)
     result["spread"] = float(spread[present].square().mean().sqrt())
     result["ssr"] = metrics.spread_skill_ratio(*chosen)
-    result["coverage_95"] = metrics.coverage(*chosen)
+    moving = present & (spread > 0)  # symmetry fixes the others
+    if bool(moving.any()):
+        result["coverage_95"] = metrics.coverage(mean[moving], spread[moving], label[moving], drawn.count)
     if name == "forces" and bool(present.all()):
         result |= _ranking(mean, spread, label, drawn.system)
     return result

@@ -152,7 +152,9 @@ def partial_spearman(a: Array, b: Array, given: Array) -> float:
     Large forces have large errors: with given=|F| this says what a spread knows beyond that.
     """
     (ab, ag), (_, bg) = np.corrcoef(_ranked(a, b, given))[:2, 1:]
-    return float((ab - ag * bg) / math.sqrt((1 - ag**2) * (1 - bg**2)))
+    left = (1 - ag**2) * (1 - bg**2)
+    # where `given` explains one of them wholly, nothing is left to correlate
+    return float((ab - ag * bg) / math.sqrt(left)) if left > 1e-12 else math.nan
 
 
 def auroc(inside: Array, outside: Array) -> float:

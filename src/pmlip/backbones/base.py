@@ -2,7 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,15 +55,17 @@ class Backbone(nn.Module, ABC):
         """All linear layers of each message and update MLP, its first one (the site) first."""
         found = []
         for site in self.sites():
-            parent = site.name.rpartition(".")[0]
+            named = self.module.get_submodule(site.name)
+            # a site may name its layer, or the MLP that begins with it
+            mlp = site.name.rpartition(".")[0] if isinstance(named, nn.Linear) else site.name
             layers = [
-                f"{parent}.{name}"
-                for name, layer in self.module.get_submodule(parent).named_children()
+                Site(f"{mlp}.{name}", site.rows)
+                for name, layer in self.module.get_submodule(mlp).named_modules()
                 if isinstance(layer, nn.Linear)
             ]
             if not layers:
                 raise ValueError(f"{site.name} of {self.name} is not part of an MLP of linear layers")
-            found.append([Site(name, site.rows) for name in layers])
+            found.append(layers)
         return found
 
     def row_features(self, graph: "Graph") -> dict[str, Tensor]:
@@ -106,6 +108,38 @@ def weights_hash(module: nn.Module) -> str:
             digest.update(f"{name} {tuple(value.shape)}".encode())
             digest.update(value.detach().cpu().double().numpy().tobytes())
     return digest.hexdigest()
+
+
+def conservative_outputs(
+    graph: Graph,
+    *,
+    positions: Tensor,
+    cell: Tensor,
+    volume: Tensor,
+    energy: Callable[[Tensor, Tensor], Tensor],
+) -> dict[str, Tensor]:
+    """Energies, and forces and stress as their gradients, each in the precision of the positions but the energy.
+
+    energy(positions, cell) gives that of each system (system,) for positions (node, 3) and cells (system, 3, 3), which
+    are leaves of their own in every call. volume (system,) is NaN for a structure without a cell, and so is its stress
+    then. The outputs are part of the autograd graph only where gradients are enabled.
+    """
+    differentiable = torch.is_grad_enabled()
+    with torch.enable_grad():
+        positions = positions.detach().requires_grad_()
+        strain = torch.zeros_like(cell).requires_grad_()
+        deformation = torch.eye(3).to(strain) + strain
+        moved = (positions[:, None] @ deformation[graph.rows["node"]])[:, 0]
+        total = energy(moved, cell @ deformation)
+        gradient, virial = torch.autograd.grad(
+            total.sum(), [positions, strain], create_graph=differentiable, materialize_grads=True
+        )
+        # NaN must come last: dividing by it would make the gradient of every parameter NaN
+        stress = virial / volume.nan_to_num(nan=1.0)[:, None, None]
+        voigt = (stress + stress.mT).flatten(1)[:, [0, 4, 8, 5, 2, 1]] / 2
+        voigt = voigt.masked_fill(volume.isnan()[:, None], torch.nan)
+    outputs = {"energy": total, "forces": -gradient, "stress": voigt}
+    return outputs if differentiable else {name: value.detach() for name, value in outputs.items()}
 
 
 def distance_features(distances: Tensor, largest: float, count: int = 16) -> Tensor:

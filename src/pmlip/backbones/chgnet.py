@@ -7,6 +7,7 @@ import contextlib
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from ase import Atoms
 from ase.calculators.calculator import Calculator
 from torch import Tensor
 
-from pmlip.backbones.base import Backbone, Graph, distance_features
+from pmlip.backbones.base import Backbone, Graph, conservative_outputs, distance_features
 from pmlip.injection import Site
 from pmlip.structures import StructureError
 
@@ -141,27 +142,17 @@ class CHGNetBackbone(Backbone):
 
     def forward(self, graph: Graph) -> dict[str, Tensor]:
         batch: Batch = graph.batch
-        differentiable = torch.is_grad_enabled()
-        with torch.enable_grad():
-            positions = batch.positions.detach().requires_grad_()
-            strain = torch.zeros_like(batch.cell).requires_grad_()
-            energy = self._energy(graph, positions, strain)
-            position_gradient, strain_gradient = torch.autograd.grad(
-                energy.sum(), [positions, strain], create_graph=differentiable
-            )
-            # NaN must come last: dividing by it would make the gradient of every parameter NaN
-            stress = strain_gradient / batch.volume.nan_to_num(nan=1.0)[:, None, None]
-            voigt = (stress + stress.mT).flatten(1)[:, [0, 4, 8, 5, 2, 1]] / 2
-            voigt = voigt.masked_fill(batch.volume.isnan()[:, None], torch.nan)
-        outputs = {"energy": energy, "forces": -position_gradient, "stress": voigt}
-        return outputs if differentiable else {name: value.detach() for name, value in outputs.items()}
+        return conservative_outputs(
+            graph,
+            positions=batch.positions,
+            cell=batch.cell,
+            volume=batch.volume,
+            energy=partial(self._energy, graph),
+        )
 
-    def _energy(self, graph: Graph, positions: Tensor, strain: Tensor) -> Tensor:
+    def _energy(self, graph: Graph, positions: Tensor, cell: Tensor) -> Tensor:
         batch: Batch = graph.batch
         module = self.module
-        deformation = torch.eye(3).to(strain) + strain
-        positions = (positions[:, None] @ deformation[graph.rows["node"]])[:, 0]
-        cell = batch.cell @ deformation
         images = (batch.image[:, None] @ cell[graph.rows["edge"]])[:, 0]
         # The encoder adds image @ lattice of a single structure; the images are in place already.
         none = images.new_zeros(1, 3)
@@ -183,7 +174,7 @@ class CHGNetBackbone(Backbone):
                 atom_owners=graph.rows["node"],
                 directed2undirected=batch.bond_of_edge,
                 atom_positions=[positions],
-                strains=[strain],
+                strains=[cell],
                 volumes=batch.volume,
             )
         )

@@ -8,6 +8,7 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ase.calculators.calculator import Calculator
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pmlip.backbones.base import Backbone, Graph, distance_features
+from pmlip.backbones.base import Backbone, Graph, conservative_outputs, distance_features
 from pmlip.injection import Site
 from pmlip.layers import become
 from pmlip.structures import StructureError
@@ -162,10 +163,18 @@ class OrbBackbone(Backbone):
         return Graph(batch_graphs([graph.batch] * copies), graph.repeated_rows(copies), graph.systems * copies)
 
     def forward(self, graph: Graph) -> dict[str, Tensor]:
-        volume = torch.linalg.det(graph.batch.cell).abs()
-        outputs = self._by_gradient(graph, volume) if self.conservative else self._directly(graph)
+        batch = graph.batch
+        volume = torch.linalg.det(batch.cell).abs()
+        volume = volume.masked_fill(volume == 0, torch.nan)
+        if self.conservative:
+            energy = partial(self._energy_at, graph)
+            outputs = conservative_outputs(
+                graph, positions=batch.positions, cell=batch.cell, volume=volume, energy=energy
+            )
+            return outputs if self.module.has_stress else {name: outputs[name] for name in ("energy", "forces")}
+        outputs = self._directly(graph)
         if "stress" in outputs:
-            outputs["stress"] = outputs["stress"].masked_fill((volume == 0)[:, None], torch.nan)
+            outputs["stress"] = outputs["stress"].masked_fill(volume.isnan()[:, None], torch.nan)
         return outputs
 
     def _directly(self, graph: Graph) -> dict[str, Tensor]:
@@ -178,29 +187,16 @@ class OrbBackbone(Backbone):
             outputs = {name: value + repulsion[name] for name, value in outputs.items()}
         return outputs
 
-    def _by_gradient(self, graph: Graph, volume: Tensor) -> dict[str, Tensor]:
+    def _energy_at(self, graph: Graph, positions: Tensor, cell: Tensor) -> Tensor:
         batch = graph.batch
-        differentiable = torch.is_grad_enabled()
-        with torch.enable_grad():
-            positions = batch.positions.detach().requires_grad_()
-            strain = torch.zeros_like(batch.cell).requires_grad_()
-            deformation = torch.eye(3).to(strain) + strain
-            moved = (positions[:, None] @ deformation[graph.rows["node"]])[:, 0]
-            images = batch.edge_features["unit_shifts"][:, None] @ (batch.cell @ deformation)[graph.rows["edge"]]
-            vectors = moved[batch.receivers] - moved[batch.senders] + images[:, 0]
-            strained = batch._replace(
-                node_features={**batch.node_features, "positions": moved},
-                edge_features={**batch.edge_features, "vectors": vectors},
-            )
-            energy = self._energy(graph, self.module.model(strained)["node_features"])
-            if self.module.pair_repulsion:
-                energy = energy + self.module.pair_repulsion_fn(strained)["energy"]
-            gradient, virial = torch.autograd.grad(energy.sum(), [positions, strain], create_graph=differentiable)
-            outputs = {"energy": energy, "forces": -gradient}
-            if self.module.has_stress:
-                stress = virial / torch.where(volume == 0, 1, volume)[:, None, None]
-                outputs["stress"] = (stress + stress.mT).flatten(1)[:, [0, 4, 8, 5, 2, 1]] / 2
-        return outputs if differentiable else {name: value.detach() for name, value in outputs.items()}
+        images = (batch.edge_features["unit_shifts"][:, None] @ cell[graph.rows["edge"]])[:, 0]
+        vectors = positions[batch.receivers] - positions[batch.senders] + images
+        moved = batch._replace(
+            node_features={**batch.node_features, "positions": positions},
+            edge_features={**batch.edge_features, "vectors": vectors},
+        )
+        energy = self._energy(graph, self.module.model(moved)["node_features"])
+        return energy + self.module.pair_repulsion_fn(moved)["energy"] if self.module.pair_repulsion else energy
 
     def _energy(self, graph: Graph, nodes: Tensor) -> Tensor:
         """The head's energy per atom times atoms, and the elements' references, in double precision."""

@@ -151,7 +151,7 @@ class BLIP(WrappedMethod):
         self.options = {"beta": beta, "prior": prior, "largest": largest, "offset": offset}
         self.posterior = make_variational(
             self.backbone.module, layers, features, prior=prior, largest=largest, offset=offset
-        )
+        ).to(next(backbone.parameters()))
         self._penalty: Tensor | None = None
 
     def settings(self) -> dict[str, float]:

@@ -36,7 +36,8 @@ class Gaussian(WrappedMethod):
     def forward(self, graph: Graph, draws: Tensor | None) -> dict[str, Tensor]:
         outputs = self.backbone(graph)
         if draws is None or not self.trained:
-            return {name: value[None] for name, value in outputs.items()}
+            count = 1 if draws is None else len(draws)
+            return {name: value.expand(count, *value.shape) for name, value in outputs.items()}
         units = self._units(graph, outputs)
         widths = {name: width * units[name] for name, width in zip(OUTPUTS, self.widths, strict=True) if name in units}
 

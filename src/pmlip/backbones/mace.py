@@ -1,0 +1,130 @@
+"""MACE: energies, forces and stress by autograd; a model from a local file, or one that was made.
+
+What is exact for every sample: rotation, translation, permutation, and forces as gradients.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from ase import Atoms
+from ase.calculators.calculator import Calculator
+from ase.data import chemical_symbols
+from torch import Tensor, nn
+
+from pmlip.backbones.base import Backbone, Graph
+from pmlip.injection import Site
+from pmlip.structures import StructureError
+
+try:
+    from mace.calculators import MACECalculator
+    from mace.modules import MACE, ScaleShiftMACE
+
+    from pmlip.neighbours import Batch, build_graph, outputs_by_gradient, repeat_graph
+except ImportError as error:
+    raise ImportError("backbone 'mace' needs: pip install 'pmlip[mace]'") from error
+
+
+class MACEBackbone(Backbone):
+    """variant: the head of a model that has several; "" is its only one."""
+
+    name = "mace"
+    equivariant = True
+    conservative = True
+    module: Any  # a MACE or a ScaleShiftMACE
+
+    def __init__(self, module: nn.Module, variant: str = "") -> None:
+        if type(module) not in (MACE, ScaleShiftMACE) or hasattr(module, "joint_embedding"):
+            raise ValueError(
+                f"only a plain MACE or ScaleShiftMACE can be a backbone, without charges, spins or other inputs than "
+                f"the structure; got a {type(module).__name__}"
+            )
+        heads = getattr(module, "heads", None) or ["Default"]
+        if variant not in heads and (variant or len(heads) > 1):
+            allowed = " or ".join(f"'mace:{head}'" for head in heads)
+            raise ValueError(f"this MACE has no head {variant!r}; ask for {allowed}")
+        super().__init__(module, variant or heads[0])
+        self.head = heads.index(self.variant)
+        self.species = {number: index for index, number in enumerate(self.module.atomic_numbers.tolist())}
+
+    def sites(self) -> list[Site]:
+        return [Site(f"interactions.{i}.conv_tp_weights", "edge") for i in range(len(self.module.interactions))]
+
+    def graph(self, structures: Sequence[Atoms]) -> Graph:
+        for index, atoms in enumerate(structures):
+            for atom in atoms:
+                if atom.number not in self.species:
+                    known = ", ".join(chemical_symbols[number] for number in self.species)
+                    raise StructureError(atoms, index, f"this MACE does not know {atom.symbol}, only {known}")
+        return build_graph(structures, cutoff=float(self.module.r_max), species=self.species, like=self._like)
+
+    def repeat(self, graph: Graph, copies: int) -> Graph:
+        return repeat_graph(graph, copies)
+
+    def forward(self, graph: Graph) -> dict[str, Tensor]:
+        return outputs_by_gradient(graph, partial(self._energy, graph), self._like)
+
+    def _energy(self, graph: Graph, vectors: Tensor) -> Tensor:
+        batch: Batch = graph.batch
+        nodes = torch.bincount(graph.rows["node"], minlength=graph.systems)
+        outputs = self.module(
+            {
+                "node_attrs": nn.functional.one_hot(batch.species, len(self.species)).to(vectors),
+                "edge_index": batch.edge.T,
+                # edges are differences of positions plus shifts to MACE; here they are made already, in double
+                "positions": vectors.new_zeros(len(batch.species), 3),
+                "shifts": vectors,
+                "cell": batch.cell.to(vectors).flatten(0, 1),
+                "batch": graph.rows["node"],
+                "ptr": nn.functional.pad(nodes.cumsum(0), (1, 0)),
+                "head": torch.full_like(nodes, self.head),
+            },
+            compute_force=False,
+        )
+        energy = outputs["node_energy"].double()
+        return energy.new_zeros(graph.systems).index_add(0, graph.rows["node"], energy)
+
+    def shift_references(self, offsets: Mapping[int, float]) -> None:
+        references = self.module.atomic_energies_fn.atomic_energies
+        with torch.no_grad():
+            for number, offset in offsets.items():
+                references[..., self.species[number]] += offset
+
+    def calculator(self) -> Calculator:
+        # a copy: the calculator makes the parameters of its model constants
+        return MACECalculator(
+            models=copy.deepcopy(self.module),
+            device=str(self._like.device),
+            default_dtype=str(self._like.dtype).removeprefix("torch."),
+            head=self.variant,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """The model as MACE itself saves it: a pickle. A folded sample in it needs pmlip to be read."""
+        torch.save(self.module, path)
+
+    @property
+    def _like(self) -> Tensor:
+        """A parameter, for its device and precision."""
+        parameter: Tensor = next(self.module.parameters())
+        return parameter
+
+
+def load(
+    variant: str = "", *, weights: str | Path | None = None, device: str = "cpu", trust: bool = False
+) -> MACEBackbone:
+    """A MACE from a local model file; the variant is its head, where it has several."""
+    if weights is None:
+        raise ValueError("MACE brings no weights; download a model and give the file as weights=PATH, with trust=True")
+    if not Path(weights).is_file():
+        raise FileNotFoundError(f"there is no file of weights {weights}")
+    if not trust:
+        raise ValueError(
+            f"{weights} is a MACE model, a pickle, and reading a pickle can execute any code that is in it; if you "
+            "know where it comes from, pass trust=True"
+        )
+    module = torch.load(weights, map_location="cpu", weights_only=False)
+    return MACEBackbone(module.eval(), variant).to(device)

@@ -1,0 +1,193 @@
+"""SevenNet: energies, forces and stress by autograd; weights inside its wheel.
+
+What is exact for every sample: rotation, translation, permutation, and forces as gradients.
+"""
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from ase import Atoms
+from ase.calculators.calculator import Calculator
+from torch import Tensor, nn
+
+from pmlip.backbones.base import Backbone, Graph
+from pmlip.injection import Site
+from pmlip.structures import StructureError
+
+try:
+    import sevenn
+    from sevenn import _const
+    from sevenn import _keys as KEY
+    from sevenn.calculator import SevenNetCalculator
+    from sevenn.checkpoint import SevenNetCheckpoint, _config_cp_routine
+    from sevenn.nn.scale import Rescale
+    from sevenn.nn.sequential import AtomGraphSequential
+
+    from pmlip.neighbours import Batch, build_graph, outputs_by_gradient, repeat_graph
+except ImportError as error:
+    raise ImportError("backbone 'sevenn' needs: pip install 'pmlip[sevenn]'") from error
+
+VARIANTS = {
+    "7net-0": _const.SEVENNET_0_11Jul2024,
+    "7net-0_22may2024": _const.SEVENNET_0_22May2024,
+    "7net-l3i5": _const.SEVENNET_l3i5,
+    "7net-mf-0": _const.SEVENNET_MF_0,
+}
+
+# Checkpoints keep references of the elements and statistics as numpy's arrays and scalars beside the weights.
+ARRAYS: list[Any] = [
+    np.ndarray,
+    np.dtype,
+    *{type(np.dtype(name)) for name in ("float32", "float64", "int32", "int64", "bool")},
+    *(
+        (value.__reduce__()[0], f"numpy.{core}.multiarray.{name}")  # numpy 1 and 2 have them in different places
+        for name, value in (("_reconstruct", np.zeros(1)), ("scalar", np.float64(0)))
+        for core in ("core", "_core")
+    ),
+]
+
+
+class SevenNetBackbone(Backbone):
+    name = "sevenn"
+    equivariant = True
+    conservative = True
+    module: AtomGraphSequential
+
+    def __init__(self, module: AtomGraphSequential, variant: str, *, config: Mapping[str, Any]) -> None:
+        super().__init__(module, variant)
+        self.config = config  # of the checkpoint; what SevenNet builds the module from
+        modals, modal = list(module.modal_map or ()), variant.partition(":")[2]
+        if modal not in (modals or [""]):
+            allowed = " or ".join(f"'sevenn:{variant.partition(':')[0]}{m and ':' + m}'" for m in modals or [""])
+            raise ValueError(
+                f"'sevenn:{variant}' does not name a set of labels that it was trained on; ask for {allowed}"
+            )
+        self.modal = modal or None
+        # constants of e3nn's generated code: copies have more of them than the original, and versions of torch differ
+        self.register_state_dict_post_hook(_leave_constants_out)
+        self.register_load_state_dict_post_hook(_do_not_miss_constants)
+
+    def sites(self) -> list[Site]:
+        layers = [name for name, _ in self.module.named_children() if name.endswith("_convolution")]
+        return [Site(f"{layer}.weight_nn.layer0", "edge") for layer in layers]
+
+    def graph(self, structures: Sequence[Atoms]) -> Graph:
+        for index, atoms in enumerate(structures):
+            for atom in atoms:
+                if atom.number not in self.module.type_map:
+                    raise StructureError(
+                        atoms,
+                        index,
+                        f"{self.variant} does not know {atom.symbol}, only {len(self.module.type_map)} other elements",
+                    )
+        return build_graph(structures, cutoff=self.module.cutoff, species=self.module.type_map, like=self._like)
+
+    def repeat(self, graph: Graph, copies: int) -> Graph:
+        return repeat_graph(graph, copies)
+
+    def forward(self, graph: Graph) -> dict[str, Tensor]:
+        return outputs_by_gradient(graph, partial(self._energy, graph), self._like)
+
+    def _energy(self, graph: Graph, vectors: Tensor) -> Tensor:
+        """The layers one by one, without those that would add the energies up and take gradients themselves."""
+        batch: Batch = graph.batch
+        data: dict[str, Tensor] = {
+            KEY.NODE_FEATURE: batch.species,
+            KEY.EDGE_IDX: batch.edge.T,
+            KEY.EDGE_VEC: vectors,
+            KEY.BATCH: graph.rows["node"],
+        }
+        if self.modal:
+            data[KEY.MODAL_TYPE] = torch.full_like(batch.volume, self.module.modal_map[self.modal], dtype=torch.long)
+        for name, layer in self.module.named_children():
+            if name == "rescale_atomic_energy":
+                data[KEY.SCALED_ATOMIC_ENERGY] = data[KEY.SCALED_ATOMIC_ENERGY].double()
+            if name in ("reduce_total_enegy", "force_output"):
+                continue
+            data = layer(data)
+            if name == "onehot_idx_to_onehot":  # single precision, whatever the model's
+                data |= {key: data[key].to(vectors) for key in (KEY.NODE_FEATURE, KEY.NODE_ATTR)}
+        energy = data[KEY.ATOMIC_ENERGY][:, 0]
+        return energy.new_zeros(graph.systems).index_add(0, graph.rows["node"], energy)
+
+    def shift_references(self, offsets: Mapping[int, float]) -> None:
+        rescale = self.module.rescale_atomic_energy
+        if isinstance(rescale, Rescale):
+            raise ValueError("this SevenNet shifts all elements alike: it has no references for each of them")
+        with torch.no_grad():
+            for number, offset in offsets.items():
+                rescale.shift[..., self.module.type_map[number]] += offset
+
+    def calculator(self) -> Calculator:
+        with warnings.catch_warnings():
+            # it recommends fused kernels, and those would pass the noise by
+            warnings.filterwarnings("ignore", message="No tensor product accelerator")
+            # a copy: the calculator switches its model to single structures
+            return SevenNetCalculator(copy.deepcopy(self.module), device=self._like.device, modal=self.modal)
+
+    def save(self, path: str | Path) -> None:
+        """A checkpoint that SevenNet reads; it has no place for a folded sample."""
+        if extra := [name for name in self.module.state_dict() if name.endswith("layer0.shift")]:
+            raise ValueError(
+                f"SevenNet's files cannot hold a folded sample ({extra[0]}): save the perturbed model, and fold after "
+                "pmlip.load"
+            )
+        state = {name: value for name, value in self.module.state_dict().items() if "_tensor_constant" not in name}
+        torch.save({"config": dict(self.config), "model_state_dict": state, "epoch": 0}, path)
+
+    @property
+    def _like(self) -> Tensor:
+        """A parameter, for its device and precision."""
+        parameter: Tensor = next(self.module.parameters())
+        return parameter
+
+
+def load(variant: str = "", *, weights: str | Path | None = None, device: str = "cpu") -> SevenNetBackbone:
+    """A SevenNet by its own name, "7net-0", or a checkpoint from a local file.
+
+    One that was trained on several sets of labels is asked for with one of them, "7net-mf-0:PBE".
+    """
+    variant = variant or next(iter(VARIANTS))
+    name = variant.partition(":")[0]
+    if weights is None and name not in VARIANTS:
+        raise ValueError(f"unknown SevenNet {name!r}; allowed: {', '.join(VARIANTS)}")
+    if weights is not None and not Path(weights).is_file():
+        raise FileNotFoundError(f"there is no file of weights {weights}")
+    checkpoint = _read(VARIANTS[name] if weights is None else weights)
+    module = checkpoint.build_model(enable_cueq=False, enable_flash=False, enable_oeq=False)
+    # the weights have been put into the order of this version, and of the plain layers, by now
+    config = checkpoint.config | {"version": sevenn.__version__, KEY.CUEQUIVARIANCE_CONFIG: {"use": False}}
+    config |= {KEY.USE_FLASH_TP: False, KEY.USE_OEQ: False}
+    return SevenNetBackbone(module.eval(), variant, config=config).to(device)
+
+
+def _read(path: str | Path) -> SevenNetCheckpoint:
+    """SevenNet's own checkpoint, read without executing anything in it, which its own reading would."""
+    try:
+        with torch.serialization.safe_globals(ARRAYS):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        config, state = content["config"], content["model_state_dict"]
+    except Exception as error:  # torch raises a different type for every way a file can be wrong
+        raise ValueError(
+            f"{path} is not a checkpoint of SevenNet, or it holds more than weights and settings"
+        ) from error
+    checkpoint = SevenNetCheckpoint(path)
+    checkpoint._config = _config_cp_routine(config)
+    checkpoint._model_state_dict = state
+    checkpoint._loaded = True
+    return checkpoint
+
+
+def _leave_constants_out(backbone: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
+    for name in [name for name in state if name.startswith(prefix) and "._compiled_" in name]:
+        del state[name]
+
+
+def _do_not_miss_constants(backbone: nn.Module, keys: Any) -> None:
+    keys.missing_keys[:] = [name for name in keys.missing_keys if "._compiled_" not in name]

@@ -1,0 +1,148 @@
+"""Every method of an uncertainty answers to the same interface."""
+
+import pytest
+import torch
+
+import pmlip
+from pmlip import methods
+from pmlip.structures import labels
+from pmlip.training import FinetuneConfig, finetune
+from test_training import molecules
+from tiny import tiny_backbone
+
+CONFIG = FinetuneConfig(epochs=10, batch=4, samples=3, noise_rate=1e-2, backbone_rate=3e-3, validations=2)
+ALL = [name for name in methods.available() if name != "confidence"]  # which needs Orb-v3's head
+
+
+def train(name, **options):
+    data = molecules(16)
+    made = methods.make(name, tiny_backbone(), **options)
+    finetune(made, data[:10], valid=data[10:], config=CONFIG)
+    return made, data
+
+
+@pytest.mark.parametrize("name", ALL)
+class TestEveryMethod:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def trained(cls):
+        return {}
+
+    @pytest.fixture
+    def method(self, trained, name):
+        if name not in trained:
+            trained[name] = train(name)
+        return trained[name]
+
+    def test_training_makes_it_better(self, method, name):
+        made, data = method
+        before = methods.make(name, tiny_backbone()).predict(data).forces - labels(data).forces
+        after = made.predict(data).forces - labels(data).forces
+        assert float(after.abs().mean()) < 0.8 * float(before.abs().mean())
+
+    def test_samples_repeat_for_a_seed_and_have_a_spread(self, method):
+        made, data = method
+        count = made.fixed_samples or 5
+        once, again = (made.sample(data[:3], samples=count, seed=2) for _ in range(2))
+        for output, value in once.items():
+            assert value.shape[0] == count
+            assert torch.equal(value, again[output])
+        if count > 1:
+            assert float(once.spread.forces.min()) > 0
+            assert float(once.spread.energy.min()) > 0
+
+    def test_prediction_without_noise_is_one_function(self, method):
+        made, data = method
+        together = made.predict(data[:3])
+        for index in range(3):
+            alone = made.predict(data[index])
+            torch.testing.assert_close(alone.forces, together.forces[together.system == index])
+            torch.testing.assert_close(alone.energy, together.energy[[index]])
+
+    def test_save_and_load(self, method, tmp_path):
+        made, data = method
+        made.save(tmp_path / "model.pt")
+        loaded = pmlip.load(tmp_path / "model.pt", backbone=tiny_backbone())
+        assert type(loaded) is type(made)
+        count = made.fixed_samples or 4
+        given, expected = (m.sample(data[:2], samples=count) for m in (loaded, made))
+        for output, value in expected.items():
+            assert torch.equal(given[output], value)
+
+    def test_evaluation_does_not_ask_which_it_is(self, method):
+        made, data = method
+        scores = pmlip.evaluate(made, data[10:], samples=6).scores
+        assert scores["forces"]["crps"] <= scores["forces"]["mae"] + 1e-9
+        assert ("ssr" in scores["forces"]) == (made.fixed_samples != 1)
+
+
+def test_names_of_methods():
+    assert {"p", "deterministic", "ensemble", "blip", "mc-dropout", "constant", "force-scaled", "confidence"} == set(
+        methods.available()
+    )
+    with pytest.raises(ValueError, match=r"unknown method 'blib'; allowed: .*; did you mean 'blip'\?"):
+        methods.make("blib", tiny_backbone())
+
+
+def test_members_of_an_ensemble_differ_and_are_deterministic_runs():
+    """Member k is the deterministic fine-tuning with seed k."""
+    ensemble, data = train("ensemble", members=2)
+    alone, _ = train("deterministic")
+    out = ensemble.sample(data, samples=2)
+    torch.testing.assert_close(out.forces[0], alone.predict(data).forces)
+    assert not torch.allclose(out.forces[0], out.forces[1])
+    with pytest.raises(ValueError, match="an ensemble of 2 members has as many samples, not 5"):
+        ensemble.sample(data, samples=5)
+    with pytest.raises(ValueError, match="at least 2 members, got members=1"):
+        methods.make("ensemble", tiny_backbone(), members=1)
+
+
+def test_blip_starts_nearly_deterministic_and_is_held_to_its_prior():
+    backbone, data = tiny_backbone(), molecules(6)
+    start = methods.make("blip", backbone)
+    plain = start.predict(data).forces
+    samples = start.sample(data, samples=8)
+    assert 0 < float(samples.spread.forces.mean()) < 0.05 * float(plain.abs().mean())
+    weak, strong = methods.make("blip", backbone, beta=0.0), methods.make("blip", backbone, beta=10.0)
+    for made in (weak, strong):
+        finetune(made, data, config=CONFIG)
+    spreads = [float(made.sample(data, samples=8).spread.forces.mean()) for made in (weak, strong)]
+    assert spreads[1] > 1.2 * spreads[0]
+    with pytest.raises(ValueError, match="must not be negative, got beta=-1"):
+        methods.make("blip", backbone, beta=-1.0)
+
+
+@pytest.mark.parametrize("name", ["constant", "force-scaled"])
+def test_trivial_widths_are_those_with_the_smallest_crps(name):
+    made, data = train(name)
+    held_out = data[10:]
+
+    def crps(factor):
+        scaled = methods.make(name, tiny_backbone())
+        scaled.load_state_dict(made.state_dict())
+        scaled.widths *= factor
+        return pmlip.evaluate(scaled, held_out, samples=400).scores["forces"]["crps"]
+
+    best = crps(1.0)
+    assert best < crps(0.5)
+    assert best < crps(2.0)
+
+
+def test_trivial_widths_need_validation_data():
+    with pytest.raises(ValueError, match="constant fits its widths to validation data, and none were given"):
+        finetune(methods.make("constant", tiny_backbone()), molecules(), config=CONFIG)
+
+
+def test_force_scaled_widths_grow_with_the_forces():
+    made, data = train("force-scaled")
+    spread = made.sample(data, samples=400).spread.forces.square()
+    forces = made.predict(data)
+    for index in range(len(data)):
+        own = forces.system == index
+        ratio = float(spread[own].mean().sqrt() / forces.forces[own].square().mean().sqrt())
+        assert ratio == pytest.approx(float(made.widths[1]), rel=0.1)
+
+
+def test_confidence_needs_the_head_that_orb_v3_has():
+    with pytest.raises(ValueError, match="tiny:test has no confidence head; only Orb-v3 has one"):
+        methods.make("confidence", tiny_backbone())
