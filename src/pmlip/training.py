@@ -39,9 +39,9 @@ class FinetuneConfig:
     warm_up: float = 0.05  # share of the steps in which the rates rise; then they fall as a cosine
     clip: float = 1.0  # largest norm of the gradient
     average: float = 0.98  # decay of the running mean of the weights, which is what is kept
-    energy: float = 0.1  # weights of the terms, each measured in units of the error before fine-tuning
-    forces: float = 1.0
-    stress: float = 0.1
+    energy: float = 0.1  # weight of the energies, each term measured in units of its error before fine-tuning
+    forces: float = 1.0  # weight of the forces
+    stress: float = 0.1  # weight of the stress
     fairness: float = 1.0  # below 1 the almost-fair CRPS
     offsets: bool = True  # fit an energy per element to the training set first
     rotate: bool | None = None  # turn structures at random; None: where the backbone is not equivariant
@@ -51,7 +51,7 @@ class FinetuneConfig:
     validation_samples: int = 16
     patience: int | None = None  # stop after so many validations without a better score; None: never
     chunk: int | None = None  # samples in one pass of a step; None: all. Fewer need less memory and one pass more
-    seed: int = 0
+    seed: int = 0  # of batches, rotations, noise, and what is held out
 
     def __post_init__(self) -> None:
         for name in ("batch", "samples", "validations", "validation_samples"):
