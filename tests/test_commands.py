@@ -128,7 +128,7 @@ def wrong_files(folder):
         (["none.extxyz"], "there is no file none.extxyz"),
         (
             ["renamed.extxyz"],
-            "in it are: kind, rattle, pbe_energy, pbe_forces. Say which are the labels with --energy-key",
+            "kind, rattle, pbe_energy, pbe_forces. Say which are the labels with --energy-key",
         ),
         (["few.extxyz"], "few.extxyz holds 3 structures, too few to train on 1 and hold out 2"),
         ([str(QUARTZ), "--backbone", "chgnet:9"], "unknown CHGNet variant '9'"),

@@ -48,7 +48,7 @@ class FinetuneConfig:
     freeze_backbone: bool = False  # train what comes with the method alone
     missing: bool = False  # whether a structure may lack a label that others carry
     validations: int = 10  # how often the validation set is scored
-    validation_samples: int = 16
+    validation_samples: int = 16  # noise draws per structure in that score
     patience: int | None = None  # stop after so many validations without a better score; None: never
     chunk: int | None = None  # samples in one pass of a step; None: all. Fewer need less memory and one pass more
     seed: int = 0  # of batches, rotations, noise, and what is held out
