@@ -247,6 +247,51 @@ def nbody_ablation(
         ablate(out, seeds=seeds, jobs=jobs, console=Console())
 
 
+@bench.command()
+def silica(
+    data: Annotated[Path, typer.Option(help="Structures with DFT labels.")],
+    backbone: Annotated[str, typer.Option(help="Backbone to fine-tune.")] = "chgnet",
+    weights: Annotated[Path | None, typer.Option(help="Local file of the backbone's weights.")] = None,
+    unseen: Annotated[list[Path] | None, typer.Option(help="Out-of-distribution structures; repeatable.")] = None,
+    methods: Annotated[
+        str, typer.Option(help="Methods, with commas between them.")
+    ] = "p,blip,ensemble,mc-dropout,constant,force-scaled,deterministic",
+    sizes: Annotated[str, typer.Option(help="Training sizes, with commas between them.")] = "32,128",
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds 0 to SEEDS - 1.")] = 4,
+    test: Annotated[int, typer.Option(min=3, help="Structures to test on.")] = 400,
+    samples: Annotated[int, typer.Option(min=2, help="Samples K at test.")] = 32,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the training set.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes at once, one thread each.")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder of the result files; finished cells are skipped.")] = Path(
+        "benchmarks/results/silica"
+    ),
+) -> None:
+    """Fine-tune a pretrained potential on silica by every method, and compare them.
+
+    Example: pmlip bench silica --data silica.extxyz --backbone chgnet --methods p,constant --sizes 32 --seeds 2
+    """
+    from pmlip.benchmark import silica as benchmark
+
+    with _bad_input():
+        benchmark.run(
+            benchmark.SilicaSettings(
+                backbone=backbone,
+                data=str(data),
+                unseen=tuple(str(file) for file in unseen or ()),
+                weights=str(weights) if weights else None,
+                test=test,
+                test_samples=samples,
+                config=FinetuneConfig(epochs=epochs),
+            ),
+            names=_listed(methods),
+            sizes=_whole_numbers(sizes),
+            seeds=seeds,
+            folder=out,
+            jobs=jobs,
+            console=Console(),
+        )
+
+
 def _listed(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 

@@ -1,0 +1,245 @@
+"""The paper's second benchmark: a pretrained potential fine-tuned on silica by every method; Table 2 and Figure 2."""
+
+import difflib
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from ase import Atoms
+from rich.console import Console
+
+from pmlip import methods
+from pmlip.backbones import load_backbone
+from pmlip.benchmark.record import environment
+from pmlip.benchmark.runner import Cell, read_cells, run_cells
+from pmlip.evaluation import Evaluation, compare, evaluate
+from pmlip.files import atomic_write, write_json
+from pmlip.reading import read_structures
+from pmlip.training import FinetuneConfig, finetune
+
+# What differs between methods: each is trained with its own settings, found with the same number of trials.
+RATES: dict[str, dict[str, float]] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SilicaSettings:
+    backbone: str
+    data: str  # a file of structures; the test set is taken from it before any training set is
+    unseen: tuple[str, ...] = ()  # files of other structures
+    weights: str | None = None  # local file of the backbone's weights
+    test: int = 400
+    valid_share: float = 0.25  # of the training structures, as many again to validate on; at least 8
+    test_unseen: int = 100  # structures of each unseen file
+    test_samples: int = 32
+    config: FinetuneConfig = field(default_factory=FinetuneConfig)
+
+
+def run(
+    settings: SilicaSettings,
+    *,
+    names: Sequence[str],
+    sizes: Sequence[int],
+    seeds: int,
+    folder: Path,
+    jobs: int,
+    console: Console,
+) -> None:
+    """Run the cells that are not finished, then write the table and the figure of all that are."""
+    for name in names:
+        if name not in methods.available():
+            close = difflib.get_close_matches(name, methods.available(), n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"unknown method {name!r}; allowed: {', '.join(methods.available())}{hint}")
+    structures, _ = read_structures(settings.data)
+    largest = max(sizes)
+    needed = settings.test + largest + _valid_count(largest, settings)
+    if needed > len(structures):
+        raise ValueError(
+            f"{largest} structures to train on, with validation and test {needed} in all, were asked for, but "
+            f"{settings.data} holds {len(structures)}"
+        )
+    prefix = f"{_slug(settings.backbone)}-{_slug(Path(settings.data).stem)}"
+    cells = [Cell(f"{prefix}-{name}", size, seed) for size in sizes for name in names for seed in range(seeds)]
+    for cell, result in read_cells(folder).items():
+        if cell in cells and result["settings"] != _described(settings):
+            raise ValueError(f"{cell.file(folder)} was made with other settings; give another folder with --out")
+    run_cells(cells, partial(work, settings=settings), folder, jobs=jobs, console=console)
+    results = read_cells(folder)
+    with atomic_write(folder / "table.md") as file:
+        file.write(table(results).encode())
+    write_json(folder / "table.json", summary(results))
+    console.print(table(results))
+
+
+def _slug(name: str) -> str:
+    """A name for files: the variant of a backbone without its family where it says it already."""
+    family, _, variant = name.partition(":")
+    return (variant if variant.startswith(family) else name).replace(":", "_").replace("-", "_")
+
+
+def _described(settings: SilicaSettings) -> dict[str, Any]:
+    """The settings as a result file holds them; of files only their names, which are the same on every machine."""
+    content = asdict(settings)
+    content["data"] = Path(settings.data).name
+    content["unseen"] = [Path(file).name for file in settings.unseen]
+    content["weights"] = Path(settings.weights).name if settings.weights else None
+    read_back: dict[str, Any] = json.loads(json.dumps(content))
+    return read_back
+
+
+def _valid_count(size: int, settings: SilicaSettings) -> int:
+    return max(8, round(settings.valid_share * size))
+
+
+def split(structures: Sequence[Atoms], size: int, settings: SilicaSettings) -> dict[str, list[Atoms]]:
+    """Test, validation and training structures; the same for all seeds, and a smaller training set is a prefix."""
+    order = np.random.default_rng(0).permutation(len(structures))
+    test, rest = order[: settings.test], order[settings.test :]
+    train, valid = rest[:size], rest[::-1][: _valid_count(size, settings)]
+    parts = {"train": train, "valid": valid, "test": test}
+    return {name: [structures[i] for i in chosen] for name, chosen in parts.items()}
+
+
+def work(cell: Cell, *, settings: SilicaSettings) -> dict[str, Any]:
+    """Fine-tune one method and judge it."""
+    name = cell.method.split("-", 2)[2]
+    data = split(read_structures(settings.data)[0], cell.size, settings)
+    torch.manual_seed(cell.seed)  # of what a method adds to the backbone
+    model = methods.make(name, load_backbone(settings.backbone, weights=settings.weights))
+    began = time.perf_counter()
+    config = FinetuneConfig(**{**asdict(settings.config), **RATES.get(name, {}), "seed": cell.seed})
+    done = finetune(model, data["train"], valid=data["valid"], config=config)
+    seconds = time.perf_counter() - began
+    inside = evaluate(model, data["test"], samples=settings.test_samples)
+    result: dict[str, Any] = {
+        "cell": {"backbone": settings.backbone, "data": Path(settings.data).stem, "method": name, "size": cell.size}
+        | {"seed": cell.seed},
+        "samples": inside.samples,
+        "test": _flat(inside),
+        "all_scores": inside.scores,
+        "unseen": {},
+        "training": {
+            "steps": done.steps,
+            "structures": done.steps * config.batch,
+            "passes": done.steps
+            * config.batch
+            * len(model.parts())
+            * (config.samples if model.trains_on_samples else 1),
+            "seconds": round(seconds, 1),
+            "error_before": done.scales,
+        },
+        "prediction": {"seconds": round(inside.seconds, 1), "passes": inside.samples * inside.structures},
+        "validation_curve": [line for line in done.log if "valid" in line],
+    }
+    for file in settings.unseen:
+        others, _ = read_structures(file)
+        chosen = np.random.default_rng(0).permutation(len(others))[: settings.test_unseen]
+        outside = evaluate(model, [others[i] for i in chosen], samples=settings.test_samples)
+        result["unseen"][Path(file).stem] = _flat(outside) | (compare(inside, outside) if inside.spread.any() else {})
+    return {**result, "settings": _described(settings), **environment()}
+
+
+def _flat(evaluation: Evaluation) -> dict[str, float]:
+    """The scores of the benchmark's tables, in eV and Å."""
+    forces, energy = evaluation.scores["forces"], evaluation.scores["energy"]
+    wanted = {
+        "force_mae": forces["mae"],
+        "force_mae_without_noise": forces["mae_without_noise"],
+        "force_crps": forces["crps"],
+        "energy_mae": energy["mae"],
+        "energy_mae_without_noise": energy["mae_without_noise"],
+        "energy_crps": energy["crps"],
+    }
+    renamed = {
+        "ssr": "ssr",
+        "spread": "force_spread",
+        "spearman_structure": "spearman",
+        "spearman_structure_of_force": "spearman_of_force",
+        "spearman_structure_given_force": "spearman_given_force",
+        "spearman_atom": "spearman_atom",
+        "spearman_atom_of_force": "spearman_atom_of_force",
+        "spearman_atom_given_force": "spearman_atom_given_force",
+    }
+    wanted |= {new: forces[old] for old, new in renamed.items() if old in forces}
+    if "ssr" in energy:
+        wanted["energy_ssr"] = energy["ssr"]
+    return wanted
+
+
+COLUMNS = {  # name -> title, scale and digits
+    "force_mae": ("F-MAE", 1e3, 1),
+    "force_mae_without_noise": ("z = 0", 1e3, 1),
+    "force_crps": ("F-CRPS", 1e3, 1),
+    "ssr": ("SSR", 1, 2),
+    "spearman": ("Spearman", 1, 2),
+    "spearman_of_force": ("of the force", 1, 2),
+    "energy_crps": ("E-CRPS", 1e3, 2),
+    "energy_ssr": ("E-SSR", 1, 2),
+}
+
+
+def summary(results: dict[Cell, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean and standard deviation over seeds for each backbone, data, size and method."""
+    groups: dict[tuple[str, str, int, str], list[dict[str, Any]]] = {}
+    for result in results.values():
+        cell = result["cell"]
+        groups.setdefault((cell["backbone"], cell["data"], cell["size"], cell["method"]), []).append(result)
+    rows = []
+    for (backbone, data, size, method), found in sorted(groups.items()):
+        row: dict[str, Any] = {"backbone": backbone, "data": data, "size": size, "method": method, "seeds": len(found)}
+        row["samples"] = found[0]["samples"]
+        for name in COLUMNS:
+            values = [result["test"][name] for result in found if name in result["test"]]
+            if values:
+                std = statistics.stdev(values) if len(values) > 1 else 0.0
+                row[name] = {"mean": statistics.mean(values), "std": std}
+        for place in found[0]["unseen"]:
+            scores = [result["unseen"][place] for result in found]
+            row[f"unseen {place}"] = {
+                name: statistics.mean(score[name] for score in scores)
+                for name in ("force_mae", "force_crps", "auroc_spread", "error_ratio", "spread_ratio")
+                if name in scores[0]
+            }
+        for part in ("training", "prediction"):
+            row[f"{part}_seconds"] = statistics.mean(result[part]["seconds"] for result in found)
+            row[f"{part}_passes"] = statistics.mean(result[part]["passes"] for result in found)
+        rows.append(row)
+    return rows
+
+
+def table(results: dict[Cell, dict[str, Any]]) -> str:
+    """Table 2 as Markdown: forces in meV/Å, energies in meV/atom."""
+    titles = [title for title, _, _ in COLUMNS.values()]
+    heading = [
+        "backbone",
+        "data",
+        "n",
+        "method",
+        "K",
+        *titles,
+        "unseen: AUROC, error x, spread x",
+        "training: passes, s",
+    ]
+    lines = [f"| {' | '.join([*heading, 'seeds'])} |", "|---" * (len(heading) + 1) + "|"]
+    for row in summary(results):
+        cells = []
+        for name, (_, scale, digits) in COLUMNS.items():
+            value = row.get(name)
+            spread = "" if value is None or row["seeds"] == 1 else f" ± {scale * value['std']:.{digits}f}"
+            cells.append("" if value is None else f"{scale * value['mean']:.{digits}f}{spread}")
+        unseen = "; ".join(
+            f"{key.removeprefix('unseen ')} {v['auroc_spread']:.2f}, {v['error_ratio']:.2f}, {v['spread_ratio']:.2f}"
+            for key, v in row.items()
+            if key.startswith("unseen ") and "auroc_spread" in v
+        )
+        cost = f"{row['training_passes']:.1e}, {row['training_seconds']:.0f}"
+        fixed = [row["backbone"], row["data"], row["size"], row["method"], row["samples"]]
+        lines.append(f"| {' | '.join(map(str, [*fixed, *cells, unseen, cost, row['seeds']]))} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,54 @@
+import json
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pmlip.cli import app
+
+pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
+
+QUARTZ = Path(str(resources.files("pmlip") / "data" / "quartz_pbe.extxyz"))
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["bench", "silica", "--data", str(QUARTZ), *map(str, arguments)])
+
+
+def test_from_end_to_end(tmp_path):
+    arguments = ["--methods", "p,constant,deterministic", "--sizes", "6", "--seeds", "1", "--test", "4", "--epochs", "1"]
+    arguments += ["--samples", "4", "--unseen", QUARTZ, "--jobs", "2", "--out", tmp_path]
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    cell = json.loads((tmp_path / "chgnet-quartz_pbe-p-6-0.json").read_text())
+    assert cell["cell"] == {"backbone": "chgnet", "data": "quartz_pbe", "method": "p", "size": 6, "seed": 0}
+    assert {"force_mae", "force_crps", "spearman", "ssr", "energy_crps", "spearman_of_force"} <= cell["test"].keys()
+    assert cell["samples"] == 4
+    assert cell["settings"]["data"] == "quartz_pbe.extxyz"
+    assert 0 <= cell["unseen"]["quartz_pbe"]["auroc_spread"] <= 1
+    plain = json.loads((tmp_path / "chgnet-quartz_pbe-deterministic-6-0.json").read_text())
+    assert "ssr" not in plain["test"]
+    assert plain["training"]["passes"] * 4 == cell["training"]["passes"]
+    table = (tmp_path / "table.md").read_text()
+    assert table.count("\n") == 2 + 3
+    before = (tmp_path / "chgnet-quartz_pbe-p-6-0.json").stat().st_mtime_ns
+    assert "3 of 3 cells are finished already" in invoke(*arguments).output
+    assert (tmp_path / "chgnet-quartz_pbe-p-6-0.json").stat().st_mtime_ns == before
+    changed = [*arguments[:-6], "--samples", "5", "--out", tmp_path]
+    other = invoke(*changed)
+    assert other.exit_code == 2
+    assert "was made with other settings" in " ".join(other.output.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "blibb"], "did you mean 'blip'?"),
+        (["--sizes", "32", "--test", "30"], "with validation and test 70 in all, were asked for"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(arguments, message, tmp_path):
+    result = invoke(*arguments, "--out", tmp_path)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
