@@ -292,6 +292,23 @@ def silica(
         )
 
 
+@bench.command()
+def symmetry(
+    backbone: Annotated[str, typer.Argument(help="Backbone, as for finetune.")],
+    weights: Annotated[Path | None, typer.Option(help="Local file of the backbone's weights.")] = None,
+    trust: Annotated[bool, typer.Option(help="Load weights that are a pickle, which can execute code.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the result file.")] = Path("benchmarks/results/symmetry"),
+) -> None:
+    """Measure how far a sample of a turned structure is from the turned sample.
+
+    Example: pmlip bench symmetry chgnet
+    """
+    from pmlip.benchmark.symmetry import run
+
+    with _bad_input():
+        run(backbone, weights=weights, trust=trust, out=out, console=Console())
+
+
 def _listed(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
