@@ -17,7 +17,18 @@ def invoke(*arguments):
 
 
 def test_from_end_to_end(tmp_path):
-    arguments = ["--methods", "p,constant,deterministic", "--sizes", "6", "--seeds", "1", "--test", "4", "--epochs", "1"]
+    arguments = [
+        "--methods",
+        "p,constant,deterministic",
+        "--sizes",
+        "6",
+        "--seeds",
+        "1",
+        "--test",
+        "4",
+        "--epochs",
+        "1",
+    ]
     arguments += ["--samples", "4", "--unseen", QUARTZ, "--jobs", "2", "--out", tmp_path]
     result = invoke(*arguments)
     assert result.exit_code == 0, result.output

@@ -7,7 +7,7 @@ from contract import rotation
 from pmlip.nbody.data import Trajectories
 from pmlip.nbody.egnn import EGNNConfig
 from pmlip.nbody.methods import BLIP, PBLIP, PEGNN, Deterministic, Ensemble, MCDropout, leave_one_out, parameter_table
-from pmlip.nbody.training import Recipe, train
+from pmlip.nbody.training import Recipe, _gradient, train
 
 SMALL = EGNNConfig(layers=2, width=8)
 
@@ -127,6 +127,46 @@ def test_weight_decay_spares_the_noise_unless_told():
         method = train(pegnn(), data(), recipe, seed=0).method
         shrunk = float(method.network.noise.mixing.detach().diag().mean()) < 1
         assert shrunk == decay_noise
+
+
+def test_few_samples_early_and_many_late():
+    recipe = Recipe(shrink=0.0, epochs=4, batch=20, samples=(2, 6))
+    assert train(pegnn(), data(), recipe, seed=0).passes == 2 * 40 * 2 + 2 * 40 * 6
+
+
+def test_larger_sets_are_passed_fewer_times():
+    recipe = Recipe(epochs=100, shrink=0.5)
+    assert [recipe.epochs_for(size) for size in (250, 1000, 4000)] == [200, 100, 50]
+
+
+def test_sharpness_aware_steps_take_the_gradient_at_the_worst_point_near_by():
+    """For a loss that is a parabola along one weight, w^2, the gradient at w + rho is 2 (w + rho)."""
+
+    class Parabola(Deterministic):
+        def loss(self, batch, generator, samples):
+            return self.network.embedding.bias[0] ** 2
+
+    method = Parabola(SMALL)
+    with torch.no_grad():
+        method.network.embedding.bias[0] = 3.0
+    _gradient(method, data(4), 1, torch.Generator(), Recipe(sharpness=0.5))
+    assert float(method.network.embedding.bias.grad[0]) == pytest.approx(7.0)
+    assert float(method.network.embedding.bias.detach()[0]) == pytest.approx(3.0)
+
+
+def test_variants_the_paper_leaves_untested():
+    batch = data(6)
+    order = torch.tensor([1, 0, 2, 3, 4])
+    relabelled = Trajectories(*(array[:, order] for array in vars(batch).values()))
+    torch.manual_seed(0)
+    own = PEGNN(SMALL, particles=5, start=0.5)
+    shared = PEGNN(SMALL, start=0.5)
+    for method, equivariant in ((shared, True), (own, False)):
+        outputs = [method.sample(part, samples=3).positions.unflatten(1, (-1, 5)) for part in (batch, relabelled)]
+        assert torch.allclose(outputs[1], outputs[0][:, :, order], atol=1e-5) == equivariant
+    assert len(PEGNN(SMALL, every_layer=True).network.sites) == 2 * len(shared.network.sites)
+    assert shared.network.trained
+    assert not PEGNN(SMALL).network.trained
 
 
 def test_the_frame_of_the_centre_of_mass_changes_no_error():

@@ -332,7 +332,7 @@ def _bad_input() -> Iterator[None]:
 
 @bench.command()
 def speed(
-    only: Annotated[str | None, typer.Option(help="Measure this part alone: crps or nbody.")] = None,
+    only: Annotated[str | None, typer.Option(help="Measure this part alone: crps, nbody or step.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the result files.")] = None,
 ) -> None:
     """Measure our parts beside their rivals in one run, as ratios.

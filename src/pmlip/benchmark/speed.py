@@ -158,10 +158,15 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _peak_memory(work: Callable[[], object]) -> float:
-    """Bytes above what was held before, from the kernel's high-water mark; NaN where there is none (not on Linux)."""
+    """Bytes above what was held before; NaN where the kernel does not say (not on Linux)."""
+    return _peaks(work)[0]
+
+
+def _peaks(work: Callable[[], object]) -> tuple[float, float]:
+    """Bytes above what was held before, and in all, from the kernel's high-water mark."""
     reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
     if not reset.exists():
-        return float("nan")
+        return float("nan"), float("nan")
 
     def kilobytes(field: str) -> int:
         line = next(line for line in status.read_text().splitlines() if line.startswith(field))
@@ -171,7 +176,55 @@ def _peak_memory(work: Callable[[], object]) -> float:
     before = kilobytes("VmRSS:")
     reset.write_text("5")
     work()
-    return 1024.0 * max(0, kilobytes("VmHWM:") - before)
+    peak = kilobytes("VmHWM:")
+    return 1024.0 * max(0, peak - before), 1024.0 * peak
+
+
+def measure_step(console: Console) -> dict[str, Any]:
+    """A training step of P-CHGNet on four quartz structures: time and memory as the number of samples grows."""
+    from pmlip import losses
+    from pmlip.backbones import load_backbone
+    from pmlip.demo import quartz
+    from pmlip.model import perturb
+    from pmlip.structures import labels
+
+    model = perturb(load_backbone("chgnet"))
+    structures = quartz()["train"][:4]
+    graph, target = model.backbone.graph(structures), labels(structures)
+
+    def step(samples: int, chunk: int | None) -> None:
+        model.zero_grad(set_to_none=True)
+        noise = model.draw_for_training(samples, len(structures), torch.Generator().manual_seed(SEED))
+        losses.backpropagate(partial(model, graph), noise, partial(losses.crps_loss, labels=target), chunk=chunk)
+
+    rows = []
+    step(2, None)  # what is made once is not counted
+    for samples, chunk in ((4, None), (16, None), (16, 4), (64, 4)):
+        work = partial(step, samples, chunk)
+        above, total = _peaks(work)
+        began = time.perf_counter()
+        work()
+        seconds = time.perf_counter() - began
+        row = {"samples": samples, "chunk": chunk, "seconds": seconds, "peak_megabytes": above / 1e6}
+        rows.append(row | {"peak_rss_megabytes": total / 1e6})
+    result = {"what": "a training step of P-CHGNet on four structures of nine atoms", "seed": SEED, "rows": rows}
+    console.print(step_markdown(result))
+    return result | environment("chgnet")
+
+
+def step_markdown(result: dict[str, Any]) -> str:
+    """The table of the result file `step.json`."""
+    first = result["rows"][0]
+    lines = [
+        "| K | samples at once | seconds | peak memory of the process | times that of K = 4 |",
+        "|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        peak = row["peak_rss_megabytes"]
+        at_once = "all" if row["chunk"] is None else row["chunk"]
+        cells = (row["samples"], at_once, f"{row['seconds']:.1f}", f"{peak:.0f} MB")
+        lines.append(f"| {' | '.join(map(str, cells))} | {peak / first['peak_rss_megabytes']:.2f} |")
+    return "\n".join(lines)
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
@@ -224,4 +277,8 @@ def _times(value: float, own: float) -> str:
     return f"{value / own:.1f}" if own > 0 else "-"  # memory too little to be seen
 
 
-PARTS: dict[str, Callable[[Console], dict[str, Any]]] = {"crps": measure_crps, "nbody": measure_nbody}
+PARTS: dict[str, Callable[[Console], dict[str, Any]]] = {
+    "crps": measure_crps,
+    "nbody": measure_nbody,
+    "step": measure_step,
+}
