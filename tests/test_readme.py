@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pmlip.benchmark.speed import crps_markdown, nbody_markdown
+from pmlip.benchmark.speed import crps_markdown, nbody_markdown, step_markdown
 
 PROJECT = Path(__file__).parents[1]
 SNIPPETS = [
@@ -23,7 +23,12 @@ def test_snippets_run(file, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("part", "page", "markdown"), [("crps", "README.md", crps_markdown), ("nbody", "docs/nbody.md", nbody_markdown)]
+    ("part", "page", "markdown"),
+    [
+        ("crps", "README.md", crps_markdown),
+        ("nbody", "docs/nbody.md", nbody_markdown),
+        ("step", "docs/finetuning.md", step_markdown),
+    ],
 )
 def test_tables_are_those_of_the_result_files(part, page, markdown):
     result = json.loads((PROJECT / "benchmarks" / "results" / "speed" / f"{part}.json").read_text())

@@ -1,6 +1,7 @@
 """The demo: CHGNet learns on a few DFT structures how large its own errors are."""
 
-from functools import partial
+import math
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
@@ -12,17 +13,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from pmlip import losses, metrics, scores
+from pmlip import metrics, scores
 from pmlip.backbones import load_backbone
 from pmlip.model import Potential, perturb
-from pmlip.noise import draw_for_training
 from pmlip.samples import Samples
 from pmlip.structures import labels
+from pmlip.training import FinetuneConfig, finetune
 
 TRAINING = 16  # of the mildly distorted structures; the rest of them are the test
 BATCH, SAMPLES = 4, 4
 TEST_SAMPLES = 32
-LEARNING_RATE = 5e-3
+LEARNING_RATE = 1e-2
 
 
 def quartz() -> dict[str, list[Atoms]]:
@@ -66,29 +67,28 @@ def run(out: Path, *, steps: int, seed: int, console: Console) -> None:
 
 def train_noise(model: Potential, structures: list[Atoms], *, steps: int, seed: int, console: Console) -> None:
     """Train W_z and the noise weights on the fair CRPS of the forces."""
-    parameters = model.noise_parameters()
-    model.requires_grad_(False)
-    for parameter in parameters:
-        parameter.requires_grad_()
-    optimizer = torch.optim.Adam(parameters, lr=LEARNING_RATE)
-    generator = torch.Generator().manual_seed(seed)
+    config = FinetuneConfig(
+        epochs=math.ceil(steps * BATCH / len(structures)),
+        batch=BATCH,
+        samples=SAMPLES,
+        noise_rate=LEARNING_RATE,
+        energy=0.0,
+        stress=0.0,
+        offsets=False,
+        freeze_backbone=True,
+        seed=seed,
+    )
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
     )
     with bar:
         task = bar.add_task("training", total=steps)
-        for _ in range(steps):
-            chosen = torch.randperm(len(structures), generator=generator)[:BATCH].tolist()
-            batch = [structures[i] for i in chosen]
-            noise = draw_for_training(SAMPLES, len(batch), model.noise.dim, generator=generator)
-            optimizer.zero_grad()
-            loss = losses.backpropagate(
-                partial(model, model.backbone.graph(batch)),
-                noise,
-                partial(losses.crps_loss, labels=labels(batch), weights={"forces": 1.0}),
-            )
-            optimizer.step()
-            bar.update(task, advance=1, description=f"training, CRPS {1e3 * loss.total:.0f} meV/Å")
+
+        def show(step: int, steps: int, latest: Mapping[str, float]) -> None:
+            crps = f", CRPS {1e3 * latest['train_forces']:.0f} meV/Å" if latest else ""
+            bar.update(task, completed=step, total=steps, description=f"training{crps}")
+
+        finetune(model, structures, config=config, progress=show)
 
 
 def judge(samples: Samples, target: torch.Tensor) -> tuple[list[str], tuple[np.ndarray, np.ndarray]]:
