@@ -32,7 +32,9 @@ def standard_crps(samples: Tensor, target: Tensor) -> Tensor:
 def almost_fair_crps(samples: Tensor, target: Tensor, *, fairness: float = 0.95) -> Tensor:
     """fairness * fair + (1 - fairness) * standard (Lang et al. 2024).
 
-    The fair score alone is flat in the position of one sample while all others hit the target.
+    The fair score alone is flat in the position of one sample while all others hit the target. Above 1 a spread is
+    rewarded beyond what is proper: no score to judge by, but a loss that holds against over-fitting, which makes a
+    spread fit the errors on the training data and so too small for others.
     """
     _check(samples, target)
     dtype = torch.promote_types(torch.promote_types(samples.dtype, target.dtype), torch.float32)
@@ -67,8 +69,8 @@ def _check(samples: Tensor, target: Tensor) -> None:
 
 
 def _spread_factor(count: int, fairness: float) -> float:
-    if not 0 <= fairness <= 1:
-        raise ValueError(f"fairness must lie between 0 (standard) and 1 (fair), got {fairness}")
+    if not fairness >= 0:
+        raise ValueError(f"fairness must not be negative (0: standard, 1: fair), got {fairness}")
     if count == 1:
         return 0.0
     return fairness / (count * (count - 1)) + (1 - fairness) / count**2

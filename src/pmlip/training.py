@@ -42,7 +42,7 @@ class FinetuneConfig:
     energy: float = 0.1  # weight of the energies, each term measured in units of its error before fine-tuning
     forces: float = 1.0  # weight of the forces
     stress: float = 0.1  # weight of the stress
-    fairness: float = 1.0  # below 1 the almost-fair CRPS
+    fairness: float = 1.0  # below 1 the almost-fair CRPS; above 1 a spread is rewarded more than is proper
     offsets: bool = True  # fit an energy per element to the training set first
     rotate: bool | None = None  # turn structures at random; None: where the backbone is not equivariant
     freeze_backbone: bool = False  # train what comes with the method alone

@@ -1,6 +1,7 @@
 """What was tried on the N-body task: the tuning of each method on validation data, and the ablations of P-EGNN.
 
-Every method has the same number of trials, each a change of one thing in its recipe, all at n = 1000 and seed 0.
+Every method has the same number of trials, all at n = 1000 and seed 0: first changes of one thing, the same for all and
+then its own, and in the end combinations of what helped.
 """
 
 from collections.abc import Sequence
@@ -34,23 +35,39 @@ ALL_METHODS: dict[str, dict[str, Any]] = {
 OF_METHOD: dict[str, dict[str, dict[str, Any]]] = {
     "egnn": {
         "start-distance": {"network": {"distance": "start"}},
-        "decay-0.1-long-batch-200": {"batch": 200, "epochs": 300},
+        "batch-200-long": {"batch": 200, "epochs": 300},
         "rate-8e-3": {"learning_rate": 8e-3},
+        "rate-4e-3-long": {"learning_rate": 4e-3, "epochs": 300},
+        "rate-4e-3-decay-0.03": {"learning_rate": 4e-3, "weight_decay": 0.03},
+        "rate-8e-3-long": {"learning_rate": 8e-3, "epochs": 300},
+        "rate-4e-3-decay-0.3": {"learning_rate": 4e-3, "weight_decay": 0.3},
     },
     "blip": {
         "beta-1e-3": {"options": {"beta": 1e-3}},
         "beta-1e-4": {"options": {"beta": 1e-4}},
         "beta-1e-5": {"options": {"beta": 1e-5}},
+        "rate-4e-3-beta-1e-3": {"learning_rate": 4e-3, "options": {"beta": 1e-3}},
+        "rate-4e-3-beta-1e-4": {"learning_rate": 4e-3, "options": {"beta": 1e-4}},
+        "rate-4e-3-long-beta-1e-4": {"learning_rate": 4e-3, "epochs": 300, "options": {"beta": 1e-4}},
+        "long-beta-1e-3": {"epochs": 300, "options": {"beta": 1e-3}},
     },
     "mc-dropout": {
         "share-0.02": {"options": {"share": 0.02}},
         "share-0.05": {"options": {"share": 0.05}},
         "share-0.2": {"options": {"share": 0.2}},
+        "rate-4e-3-share-0.02": {"learning_rate": 4e-3, "options": {"share": 0.02}},
+        "rate-4e-3-share-0.05": {"learning_rate": 4e-3, "options": {"share": 0.05}},
+        "rate-4e-3-long": {"learning_rate": 4e-3, "epochs": 300},
+        "rate-4e-3-long-share-0.05": {"learning_rate": 4e-3, "epochs": 300, "options": {"share": 0.05}},
     },
     "p-egnn": {
         "decay-noise": {"decay_noise": True},
         "few-then-ten-samples": {"samples": (4, 10)},
         "almost-fair": {"options": {"fairness": 0.95}},
+        "over-fair": {"options": {"fairness": 1.6}},
+        "rate-4e-3-over-fair": {"learning_rate": 4e-3, "options": {"fairness": 1.6}},
+        "rate-4e-3-long-over-fair": {"learning_rate": 4e-3, "epochs": 300, "options": {"fairness": 1.6}},
+        "rate-8e-3-over-fair": {"learning_rate": 8e-3, "options": {"fairness": 1.6}},
     },
 }
 
