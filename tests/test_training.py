@@ -17,8 +17,8 @@ from ase.calculators.singlepoint import SinglePointCalculator
 
 import pmlip
 from conftest import randomise_noise
-from pmlip.structures import labels
-from pmlip.training import FinetuneConfig, check_labels, finetune, fingerprint, random_rotation, rotated
+from pmlip.structures import fingerprint, labels
+from pmlip.training import FinetuneConfig, finetune
 from tiny import tiny_backbone
 
 CONFIG = FinetuneConfig(epochs=4, batch=4, samples=3, noise_rate=1e-2, backbone_rate=1e-3, validations=3)
@@ -231,28 +231,6 @@ def test_two_processes_give_what_one_gives(tmp_path):
     assert_same(together, state(alone), rtol=1e-7, atol=1e-9)
 
 
-def test_rotations_turn_structures_and_labels_alike():
-    random = np.random.default_rng(0)
-    matrix = random_rotation(random)
-    np.testing.assert_allclose(matrix @ matrix.T, np.eye(3), atol=1e-12)
-    assert np.linalg.det(matrix) == pytest.approx(1)
-    atoms = molecules(1)[0]
-    results = {**atoms.calc.results, "stress": random.normal(size=6)}
-    atoms.set_cell(5 * np.eye(3) + 0.1 * random.normal(size=(3, 3)))
-    atoms.calc = SinglePointCalculator(atoms, **results)
-    backbone = tiny_backbone()
-    turned = rotated(atoms, matrix)
-    outputs = [backbone(backbone.graph([a])) for a in (atoms, turned)]
-    torch.testing.assert_close(outputs[1]["forces"], outputs[0]["forces"] @ torch.from_numpy(matrix).T)
-    np.testing.assert_allclose(turned.calc.results["forces"], atoms.calc.results["forces"] @ matrix.T)
-    # a stress turned there and back is itself, and its trace never changes
-    back = rotated(turned, matrix.T)
-    np.testing.assert_allclose(back.calc.results["stress"], atoms.calc.results["stress"], atol=1e-12)
-    assert turned.calc.results["stress"][:3].sum() == pytest.approx(atoms.calc.results["stress"][:3].sum())
-    assert turned.get_volume() == pytest.approx(atoms.get_volume())
-    assert fingerprint([turned]) != fingerprint([atoms])
-
-
 def test_memory_of_many_samples_can_be_saved():
     """Chunks of samples change nothing but rounding."""
     data, results = molecules(), []
@@ -272,7 +250,7 @@ def test_missing_labels_are_an_error_unless_allowed():
     for atoms in data:
         atoms.calc.results.pop("forces")
     with pytest.raises(ValueError, match="none of the structures carries forces"):
-        check_labels(data, replace(CONFIG, missing=True))
+        finetune(model(), data, config=replace(CONFIG, missing=True))
 
 
 def test_energies_in_another_unit_are_warned_about():

@@ -25,8 +25,8 @@ from pmlip.evaluation import Evaluation, as_record, compare
 from pmlip.evaluation import evaluate as evaluate_model
 from pmlip.files import write_json
 from pmlip.reading import read_structures
-from pmlip.structures import StructureError
-from pmlip.training import FinetuneConfig, check_labels, finetune, fingerprint
+from pmlip.structures import StructureError, check_labels, fingerprint
+from pmlip.training import FinetuneConfig, finetune
 
 
 def run_finetune(
@@ -52,7 +52,7 @@ def run_finetune(
         read, found = read_structures(file, **keys)
         console.print(str(found))
         with _in_file(file):
-            check_labels(read, config)
+            check_labels(read, config.learned, missing=config.missing)
         if valid is None:
             kept, held = _split(len(read), count, config.seed, file)
             console.print(f"held out for validation: {len(held)} of them, chosen by the seed; to train on: {len(kept)}")

@@ -1,5 +1,6 @@
 """Structures at the door: ASE Atoms in, checked, and their labels as tensors."""
 
+import hashlib
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -7,7 +8,7 @@ import torch
 from ase import Atoms
 from ase.stress import full_3x3_to_voigt_6_stress
 
-from pmlip.samples import Outputs
+from pmlip.samples import PER_ATOM, Outputs
 
 
 class StructureError(ValueError):
@@ -75,3 +76,35 @@ def labels(structures: Atoms | Iterable[Atoms]) -> Outputs:
         forces.append(given)
     named = {"energy": energy, "forces": np.concatenate(forces), "stress": stress}
     return Outputs({name: torch.from_numpy(value) for name, value in named.items()}, system_index(listed))
+
+
+def check_labels(structures: Sequence[Atoms], names: Sequence[str], *, missing: bool) -> None:
+    """Forces must be there; and, unless labels may be missing, what one structure carries of these names all must."""
+    found = labels(structures)
+    for name in names:
+        entries = found[name].isfinite()
+        rows = entries.flatten(1).all(-1) if entries.dim() > 1 else entries
+        lacking = found.system[~rows] if name in PER_ATOM else (~rows).nonzero().flatten()
+        count = len(structures) - len(lacking.unique())
+        if name == "forces" and count == 0:
+            raise ValueError("none of the structures carries forces, and without them there is little to learn from")
+        if not missing and 0 < count < len(structures):
+            index = int(lacking[0])
+            raise StructureError(
+                structures[index],
+                index,
+                f"it carries no {name}, and {count} of {len(structures)} structures do; remove it, or allow missing "
+                "labels with --missing",
+            )
+
+
+def fingerprint(structures: Sequence[Atoms]) -> str:
+    """A hash of structures and labels, to know the same data again."""
+    digest = hashlib.sha256()
+    for atoms in structures:
+        for array in (atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc):
+            digest.update(np.ascontiguousarray(array).tobytes())
+    if structures:
+        for value in labels(structures).values():
+            digest.update(value.numpy().tobytes())
+    return digest.hexdigest()

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from ase import Atoms
-from ase.calculators.singlepoint import SinglePointCalculator
-from ase.stress import full_3x3_to_voigt_6_stress, voigt_6_to_full_3x3_stress
 from torch import Tensor, nn
 
 from pmlip import losses
 from pmlip.files import atomic_write
 from pmlip.methods.base import Method
 from pmlip.references import fit_offsets
-from pmlip.structures import StructureError, as_structures, labels
+from pmlip.rotation import random_rotation, rotated
+from pmlip.structures import as_structures, check_labels, fingerprint, labels
 
 if TYPE_CHECKING:  # it takes seconds to import
     from lightning_fabric import Fabric
@@ -31,17 +30,17 @@ SAVE_EVERY = 60.0  # seconds between two saves of the state of a run
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig:
-    epochs: int | None = None  # passes over the training set; None: about 300 steps, and at least 10 passes
+    epochs: int | None = None  # passes over the training set; None: about 600 steps, and at least 10 passes
     batch: int = 4  # structures in a step, over all processes
     samples: int = 4  # noise draws per structure in the loss
-    backbone_rate: float = 1e-4  # learning rate of the backbone's own weights
-    noise_rate: float = 2e-3  # of those that come with the method
-    warm_up: float = 0.05  # share of the steps in which the rates rise; then they fall as a cosine
-    clip: float = 1.0  # largest norm of the gradient
+    backbone_rate: float = 5e-5  # learning rate of the backbone's own weights
+    noise_rate: float = 5e-4  # of those that come with the method
+    warm_up: float = 0.2  # share of the steps in which the rates rise; then they fall as a cosine
+    clip: float = 10.0  # largest norm of the gradient
     average: float = 0.98  # decay of the running mean of the weights, which is what is kept
-    energy: float = 0.1  # weight of the energies, each term measured in units of its error before fine-tuning
+    energy: float = 0.05  # weight of the energies, each term measured in units of its error before fine-tuning
     forces: float = 1.0  # weight of the forces
-    stress: float = 0.1  # weight of the stress
+    stress: float = 0.05  # weight of the stress
     fairness: float = 1.0  # below 1 the almost-fair CRPS; above 1 a spread is rewarded more than is proper
     offsets: bool = True  # fit an energy per element to the training set first
     rotate: bool | None = None  # turn structures at random; None: where the backbone is not equivariant
@@ -70,10 +69,15 @@ class FinetuneConfig:
     def weights(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in LABELS}
 
+    @property
+    def learned(self) -> list[str]:
+        """The labels that have a weight."""
+        return [name for name, weight in self.weights.items() if weight > 0]
+
     def steps(self, structures: int) -> int:
         """Steps in all for a training set of this size."""
         per_epoch = math.ceil(structures / self.batch)
-        epochs = max(10, math.ceil(300 / per_epoch)) if self.epochs is None else self.epochs
+        epochs = max(10, math.ceil(600 / per_epoch)) if self.epochs is None else self.epochs
         return epochs * per_epoch
 
 
@@ -107,7 +111,7 @@ def finetune(
     """
     config = config or FinetuneConfig()
     listed, held_out = as_structures(train), as_structures(valid) if valid else []
-    check_labels(listed, config)
+    check_labels(listed, config.learned, missing=config.missing)
     if fabric is None:
         from lightning_fabric import Fabric
 
@@ -395,68 +399,3 @@ class _Run:
         self.averaged = stored["averaged"]
         self.step, self.best, self.worse = stored["step"], stored["best"], stored["worse"]
         self.log, self.best_state, self.spent = stored["log"], stored["best_state"], stored["seconds"]
-
-
-def check_labels(structures: Sequence[Atoms], config: FinetuneConfig) -> None:
-    """Forces must be there; and, unless told otherwise, what one structure carries all must."""
-    found = labels(structures)
-    counts = losses.count_carriers(found)
-    if counts["forces"] == 0:
-        raise ValueError("none of the structures carries forces, and without them there is little to learn from")
-    if config.missing:
-        return
-    for name, count in counts.items():
-        if config.weights[name] > 0 and 0 < count < len(structures):
-            label = found[name]
-            present = label.isfinite().flatten(1).all(-1) if label.dim() > 1 else label.isfinite()
-            row = int((~present).nonzero()[0])
-            index = int(found.system[row]) if name == "forces" else row
-            raise StructureError(
-                structures[index],
-                index,
-                f"it carries no {name}, and {count} of {len(structures)} structures do; remove it, or allow missing "
-                "labels with --missing",
-            )
-
-
-def fingerprint(structures: Sequence[Atoms]) -> str:
-    """A hash of structures and labels, to know the same data again."""
-    import hashlib
-
-    digest = hashlib.sha256()
-    for atoms in structures:
-        for array in (atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc):
-            digest.update(np.ascontiguousarray(array).tobytes())
-    if structures:
-        for value in labels(structures).values():
-            digest.update(value.numpy().tobytes())
-    return digest.hexdigest()
-
-
-def random_rotation(random: np.random.Generator) -> np.ndarray:
-    """A rotation, all equally likely (a unit quaternion)."""
-    w, x, y, z = (q := random.normal(size=4)) / np.linalg.norm(q)
-    return np.array(
-        [
-            [1 - 2 * (y * y + z * z), 2 * (x * y - z * w), 2 * (x * z + y * w)],
-            [2 * (x * y + z * w), 1 - 2 * (x * x + z * z), 2 * (y * z - x * w)],
-            [2 * (x * z - y * w), 2 * (y * z + x * w), 1 - 2 * (x * x + y * y)],
-        ]
-    )
-
-
-def rotated(atoms: Atoms, matrix: np.ndarray) -> Atoms:
-    """The structure and its labels, turned."""
-    turned = atoms.copy()
-    turned.set_cell(atoms.cell.array @ matrix.T)
-    turned.positions = atoms.positions @ matrix.T
-    results = dict(atoms.calc.results) if atoms.calc is not None else {}
-    if "forces" in results:
-        results["forces"] = np.asarray(results["forces"]) @ matrix.T
-    if "stress" in results:
-        full = np.asarray(results["stress"], dtype=float)
-        full = full if full.shape == (3, 3) else voigt_6_to_full_3x3_stress(full)
-        results["stress"] = full_3x3_to_voigt_6_stress(matrix @ full @ matrix.T)
-    kept = {name: value for name, value in results.items() if name in LABELS}
-    turned.calc = SinglePointCalculator(turned, **kept)
-    return turned

@@ -13,7 +13,7 @@ from pmlip.benchmark.record import environment
 from pmlip.demo import quartz
 from pmlip.files import write_json
 from pmlip.model import perturb
-from pmlip.training import random_rotation, rotated
+from pmlip.rotation import random_rotation, rotated
 
 SAMPLES, ROTATIONS, SEED = 8, 4, 0
 SPREAD = 0.1  # eV/Å, about that of a fine-tuned model; the random noise weights are scaled to give it
