@@ -51,6 +51,7 @@ def small(kind="ScaleShiftMACE", block="RealAgnosticResidualInteractionBlock", h
 
 class MACEContract(BackboneContract):
     calculator_needs_cell = False
+    sites_have_bias = False
     cutoffs = (5.0,)
 
     @pytest.fixture(scope="class")
@@ -66,17 +67,6 @@ class MACEContract(BackboneContract):
 
     def load(self, path, backbone):
         return pmlip.load(path, weights=self.file, trust=True)
-
-    def test_fold_is_the_sample(self, model, backbone, structures):
-        """A radial layer has no bias that could hold a sample: it keeps the shift beside its weights."""
-        samples = model.sample(structures, samples=3, seed=7)
-        folded = model.fold(sample=2, seed=7)
-        with torch.no_grad():
-            outputs = folded(folded.graph(structures))
-        self.assert_same(outputs, {"energy": samples.energy[2], "forces": samples.forces[2]}, atoms=8)
-        assert type(folded.module) is type(backbone.module)
-        more = folded.state_dict().keys() - backbone.state_dict().keys()
-        assert more == {f"module.{site.name}.shift" for site in model.sites}
 
 
 class TestDouble(MACEContract):

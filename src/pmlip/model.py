@@ -15,7 +15,6 @@ from pmlip.backbones.base import Backbone, Graph
 from pmlip.injection import Site, Sites, find_sites, inject, noisy_layers, vanish_with_input
 from pmlip.methods.base import Method
 from pmlip.samples import Samples
-from pmlip.structures import as_structures, system_index
 
 
 class Perturbed(nn.Module):
@@ -152,9 +151,7 @@ class Potential(Perturbed, Method):
 
         chunk_atoms: how many atoms (times samples) to put through one pass; found by trial when it is not given.
         """
-        listed = as_structures(structures)
-        outputs = self._run(listed, self.draw(samples, seed=seed, kind=kind), chunk_atoms)
-        return Samples(outputs, system_index(listed), trained=self.trained)
+        return self._samples(structures, self.draw(samples, seed=seed, kind=kind), chunk_atoms)
 
     def fold(self, *, sample: int, seed: int = 0, kind: str = "plain") -> Backbone:
         """Sample number `sample` as an ordinary backbone: its own calculator, its own file format."""

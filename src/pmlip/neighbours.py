@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 from ase import Atoms
+from ase.data import chemical_symbols
 from matscipy.neighbours import neighbour_list
 from torch import Tensor
 
@@ -23,8 +24,15 @@ class Batch:
     edge: Tensor  # (edge, 2) centre and neighbour, nodes
 
 
-def build_graph(structures: Sequence[Atoms], *, cutoff: float, species: Mapping[int, int], like: Tensor) -> Graph:
-    """The structures as one batch on the device of `like`; species: atomic number -> index, all must be there."""
+def build_graph(
+    structures: Sequence[Atoms], *, cutoff: float, species: Mapping[int, int], like: Tensor, potential: str
+) -> Graph:
+    """The structures as one batch on the device of `like`; species: atomic number -> index, for what is known."""
+    for index, atoms in enumerate(structures):
+        for atom in atoms:
+            if atom.number not in species:
+                known = ", ".join(chemical_symbols[number] for number in species)
+                raise StructureError(atoms, index, f"{potential} does not know {atom.symbol}, only {known}")
     singles = [_single(atoms, index, cutoff, species) for index, atoms in enumerate(structures)]
     system = torch.arange(len(singles))
     rows = {

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from ase import Atoms
 from ase.calculators.calculator import Calculator
-from ase.data import chemical_symbols
 from torch import Tensor, nn
 
 from pmlip.backbones.base import Backbone, Graph
 from pmlip.injection import Site
-from pmlip.structures import StructureError
 
 try:
     from mace.calculators import MACECalculator
@@ -54,12 +52,13 @@ class MACEBackbone(Backbone):
         return [Site(f"interactions.{i}.conv_tp_weights", "edge") for i in range(len(self.module.interactions))]
 
     def graph(self, structures: Sequence[Atoms]) -> Graph:
-        for index, atoms in enumerate(structures):
-            for atom in atoms:
-                if atom.number not in self.species:
-                    known = ", ".join(chemical_symbols[number] for number in self.species)
-                    raise StructureError(atoms, index, f"this MACE does not know {atom.symbol}, only {known}")
-        return build_graph(structures, cutoff=float(self.module.r_max), species=self.species, like=self._like)
+        return build_graph(
+            structures,
+            cutoff=float(self.module.r_max),
+            species=self.species,
+            like=self._like,
+            potential="this MACE",
+        )
 
     def repeat(self, graph: Graph, copies: int) -> Graph:
         return repeat_graph(graph, copies)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from pmlip.backbones.base import Backbone, Graph
 from pmlip.injection import Site
-from pmlip.structures import StructureError
 
 try:
     import sevenn
@@ -78,15 +77,13 @@ class SevenNetBackbone(Backbone):
         return [Site(f"{layer}.weight_nn.layer0", "edge") for layer in layers]
 
     def graph(self, structures: Sequence[Atoms]) -> Graph:
-        for index, atoms in enumerate(structures):
-            for atom in atoms:
-                if atom.number not in self.module.type_map:
-                    raise StructureError(
-                        atoms,
-                        index,
-                        f"{self.variant} does not know {atom.symbol}, only {len(self.module.type_map)} other elements",
-                    )
-        return build_graph(structures, cutoff=self.module.cutoff, species=self.module.type_map, like=self._like)
+        return build_graph(
+            structures,
+            cutoff=self.module.cutoff,
+            species=self.module.type_map,
+            like=self._like,
+            potential=self.variant,
+        )
 
     def repeat(self, graph: Graph, copies: int) -> Graph:
         return repeat_graph(graph, copies)

@@ -73,15 +73,17 @@ class Method(nn.Module, ABC):
 
         chunk_atoms: how many atoms (times samples) to put through one pass; found by trial when it is not given.
         """
-        listed = as_structures(structures)
-        outputs = self._run(listed, self.draw(samples, seed=seed), chunk_atoms)
-        return Samples(outputs, system_index(listed), trained=self.trained)
+        return self._samples(structures, self.draw(samples, seed=seed), chunk_atoms)
 
     def predict(self, structures: Atoms | Iterable[Atoms], *, chunk_atoms: int | None = None) -> Outputs:
         """The prediction without noise: one pass, no spread."""
         listed = as_structures(structures)
         outputs = self._run(listed, None, chunk_atoms)
         return Outputs({name: value[0] for name, value in outputs.items()}, system_index(listed))
+
+    def _samples(self, structures: Atoms | Iterable[Atoms], draws: Tensor, chunk_atoms: int | None) -> Samples:
+        listed = as_structures(structures)
+        return Samples(self._run(listed, draws, chunk_atoms), system_index(listed), trained=self.trained)
 
     def _run(self, structures: list[Atoms], draws: Tensor | None, chunk_atoms: int | None) -> dict[str, Tensor]:
         if chunk_atoms is not None and chunk_atoms < 1:
