@@ -75,7 +75,13 @@ def run_finetune(
             loss = f" loss {latest['loss']:.3f}" if "loss" in latest else ""
             bar.update(task, completed=step, total=steps, description=f"fine-tuning{loss}{scored}")
 
-        result = finetune(trained, structures, valid=held_out, config=config, folder=out, fabric=fabric, progress=show)
+        try:
+            result = finetune(
+                trained, structures, valid=held_out, config=config, folder=out, fabric=fabric, progress=show
+            )
+        except KeyboardInterrupt:
+            console.print("stopped, and nothing is lost: the same command goes on from here")
+            raise
     if fabric.global_rank:
         return
     trained.save(out / "model.pt")
