@@ -89,6 +89,7 @@ def test_a_frozen_backbone_keeps_its_prediction():
     shift = torch.tensor([sum(done.offsets[int(z)] for z in atoms.numbers) for atoms in data], dtype=torch.float64)
     torch.testing.assert_close(after.energy, before.energy + shift)
     assert not torch.allclose(trained.sample(data, samples=4).spread.forces, spread.forces)
+    assert all(parameter.requires_grad for parameter in trained.parameters())
 
 
 def test_the_best_weights_are_kept_and_patience_ends_a_run():
@@ -169,6 +170,25 @@ def test_an_interrupted_run_saves_where_it_is(tmp_path):
         finetune(trained, data, config=CONFIG, folder=tmp_path, progress=interrupt)
     assert torch.load(tmp_path / "last.pt", weights_only=True)["step"] == 3
     assert sorted(file.name for file in tmp_path.iterdir()) == ["last.pt", "log.jsonl"]
+
+
+def test_an_interruption_within_a_step_waits_for_its_end(tmp_path, monkeypatch):
+    data, done = molecules(), []
+    step = torch.optim.AdamW.step
+
+    def interrupted(optimizer, *arguments, **named):
+        done.append(step(optimizer, *arguments, **named))
+        if len(done) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(model(), data, config=CONFIG, folder=tmp_path)
+    assert torch.load(tmp_path / "last.pt", weights_only=True)["step"] == 3
+    resumed, whole = model(), model()
+    finetune(resumed, data, config=CONFIG, folder=tmp_path)
+    finetune(whole, data, config=CONFIG)
+    assert_same(state(resumed), state(whole))
 
 
 @pytest.mark.parametrize(

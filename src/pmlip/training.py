@@ -1,9 +1,12 @@
 """Fine-tuning: one plain loop. It is deterministic, goes on where it was stopped, and runs on one process or many."""
 
+import contextlib
 import json
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -212,15 +215,21 @@ class _Run:
         }
         if self.step:
             progress(self.step, self.steps, {})
+        # no gradients for what is not trained
+        trained = {id(parameter) for parameter in self.parameters}
+        frozen = [p for p in self.model.parameters() if p.requires_grad and id(p) not in trained]
+        for parameter in frozen:
+            parameter.requires_grad_(False)
         self.model.train()
         try:
             while self.step < self.steps and not self._out_of_patience:
-                latest = self._train_step()
-                self.step += 1
-                if self.valid and self.step in checkpoints:
-                    latest |= self._validate()
-                self.spent = spent + time.monotonic() - began
-                self.log.append({"step": self.step, "seconds": round(self.spent, 3), **latest})
+                with _uninterrupted():
+                    latest = self._train_step()
+                    self.step += 1
+                    if self.valid and self.step in checkpoints:
+                        latest |= self._validate()
+                    self.spent = spent + time.monotonic() - began
+                    self.log.append({"step": self.step, "seconds": round(self.spent, 3), **latest})
                 progress(self.step, self.steps, latest)
                 if time.monotonic() - saved > SAVE_EVERY or self.step in checkpoints:
                     self._save()
@@ -230,6 +239,8 @@ class _Run:
             raise
         finally:
             self.model.eval()
+            for parameter in frozen:
+                parameter.requires_grad_()
         self._save()
         self._load_weights(self.best_state or self._averaged_state())
         best = self.best if self.valid else math.nan
@@ -399,3 +410,19 @@ class _Run:
         self.averaged = stored["averaged"]
         self.step, self.best, self.worse = stored["step"], stored["best"], stored["worse"]
         self.log, self.best_state, self.spent = stored["log"], stored["best_state"], stored["seconds"]
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """An interruption takes effect at the end of the block: half a step would be a state no run has."""
+    if threading.current_thread() is not threading.main_thread():  # others get no signals
+        yield
+        return
+    pressed = []
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
