@@ -43,6 +43,7 @@ def test_from_end_to_end(tmp_path):
     assert plain["training"]["passes"] * 4 == cell["training"]["passes"]
     table = (tmp_path / "table.md").read_text()
     assert table.count("\n") == 2 + 3
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     before = (tmp_path / "chgnet-quartz_pbe-p-6-0.json").stat().st_mtime_ns
     assert "3 of 3 cells are finished already" in invoke(*arguments).output
     assert (tmp_path / "chgnet-quartz_pbe-p-6-0.json").stat().st_mtime_ns == before

@@ -5,7 +5,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,6 @@ from pmlip.evaluation import Evaluation, compare, evaluate
 from pmlip.files import atomic_write, write_json
 from pmlip.reading import read_structures
 from pmlip.training import FinetuneConfig, finetune
-
-# What differs between methods: each is trained with its own settings, found with the same number of trials.
-RATES: dict[str, dict[str, float]] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +72,7 @@ def run(
     with atomic_write(folder / "table.md") as file:
         file.write(table(results).encode())
     write_json(folder / "table.json", summary(results))
+    figure(results, folder / "figure.png")
     console.print(table(results))
 
 
@@ -114,7 +112,7 @@ def work(cell: Cell, *, settings: SilicaSettings) -> dict[str, Any]:
     torch.manual_seed(cell.seed)  # of what a method adds to the backbone
     model = methods.make(name, load_backbone(settings.backbone, weights=settings.weights))
     began = time.perf_counter()
-    config = FinetuneConfig(**{**asdict(settings.config), **RATES.get(name, {}), "seed": cell.seed})
+    config = replace(settings.config, seed=cell.seed)
     done = finetune(model, data["train"], valid=data["valid"], config=config)
     seconds = time.perf_counter() - began
     inside = evaluate(model, data["test"], samples=settings.test_samples)
@@ -243,3 +241,35 @@ def table(results: dict[Cell, dict[str, Any]]) -> str:
         fixed = [row["backbone"], row["data"], row["size"], row["method"], row["samples"]]
         lines.append(f"| {' | '.join(map(str, [*fixed, *cells, unseen, cost, row['seeds']]))} |")
     return "\n".join(lines) + "\n"
+
+
+def figure(results: dict[Cell, dict[str, Any]], path: Path) -> None:
+    """Figure 2: accuracy, score, calibration and ranking against the size of the training set, a row per data set."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("the figure needs: pip install 'pmlip[report]'") from error
+    rows = summary(results)
+    places = sorted({(row["backbone"], row["data"]) for row in rows})
+    shown = ("force_mae", "force_crps", "ssr", "spearman")
+    picture = Figure(figsize=(3.4 * len(shown), 3.2 * len(places)), layout="constrained")
+    for line, place in enumerate(places):
+        for column, name in enumerate(shown):
+            title, scale, _ = COLUMNS[name]
+            axes = picture.add_subplot(len(places), len(shown), len(shown) * line + column + 1)
+            for number, method in enumerate(methods.available()):
+                of_method = [r for r in rows if (r["backbone"], r["data"], r["method"]) == (*place, method)]
+                found = [row for row in of_method if name in row]
+                if found:
+                    mean, std = ([scale * row[name][part] for row in found] for part in ("mean", "std"))
+                    sizes = [row["size"] for row in found]
+                    axes.errorbar(sizes, mean, yerr=std, fmt="o-", color=f"C{number}", label=method, capsize=3)
+            if name == "ssr":
+                axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
+            axes.set(xscale="log", xlabel="training structures", title=title + (", meV/Å" if scale > 1 else ""))
+            if column == 0:
+                axes.set_ylabel(" on ".join(place))
+            if column == 1:
+                axes.legend(fontsize=7)
+    with atomic_write(path) as file:
+        picture.savefig(file, dpi=150, format="png")
