@@ -46,10 +46,12 @@ def run_in_chunks(
     sizes: Sequence[int],
     noise: Tensor,
     chunk: ChunkSize,
+    progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Tensor]:
     """Every system with every row of the noise: outputs (sample, system or atom, ...).
 
     build(start, stop) makes the graph of those systems; forward(graph, noise) runs it, samples first.
+    progress(done, all) is told how many systems are done.
     """
     parts, start = [], 0
     while start < len(sizes):
@@ -59,6 +61,8 @@ def run_in_chunks(
             stop += 1
         parts.append(_run_group(build, forward, sizes, start, stop, noise, chunk))
         start = stop
+        if progress:
+            progress(start, len(sizes))
     return join(parts, axis=1)
 
 

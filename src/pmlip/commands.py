@@ -6,6 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,15 @@ from ase import Atoms
 from ase.units import GPa
 from lightning_fabric import Fabric
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from pmlip import methods, model
@@ -63,8 +72,7 @@ def run_finetune(
             _check_structures(trained.backbone, read, [*kept, *held])
         structures += [read[i] for i in kept]
         held_out += [read[i] for i in held]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+    with _bar(console) as bar:
         task = bar.add_task("fine-tuning", total=None)
         best = float("inf")
 
@@ -131,7 +139,9 @@ def run_evaluate(
             _check_structures(loaded.backbone, structures, range(len(structures)))
         structures = [atoms for atoms in structures if not left_out or fingerprint([atoms])[:16] not in left_out]
         structures = [structures[i] for i in _chosen(len(structures), count, seed, file)]
-        result = evaluate_model(loaded, structures, samples=samples, seed=seed)
+        with _bar(console) as bar:
+            show = partial(_show_structures, bar, bar.add_task(file.name, total=len(structures)))
+            result = evaluate_model(loaded, structures, samples=samples, seed=seed, progress=show)
         record[file.name] = as_record(result)
         console.print(_table(file.name, result))
         if inside is None:
@@ -148,6 +158,15 @@ def run_evaluate(
     if out is not None:
         write_json(out, record)
     return record
+
+
+def _bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=console)
+
+
+def _show_structures(bar: Progress, task: TaskID, done: int, total: int) -> None:
+    bar.update(task, completed=done, total=total)
 
 
 def _fabric() -> Fabric:

@@ -10,7 +10,7 @@ import torch
 from ase import Atoms
 
 from pmlip import metrics, scores
-from pmlip.methods.base import Method
+from pmlip.methods.base import Method, Progress
 from pmlip.samples import Outputs, Samples, mean_per_system
 from pmlip.structures import as_structures, labels
 
@@ -27,7 +27,14 @@ class Evaluation:
     error: np.ndarray  # (structure,) root mean square error of the force components
 
 
-def evaluate(model: Method, structures: Sequence[Atoms], *, samples: int = 32, seed: int = 0) -> Evaluation:
+def evaluate(
+    model: Method,
+    structures: Sequence[Atoms],
+    *,
+    samples: int = 32,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Evaluation:
     """Scores of the sample mean, of the samples, and of the prediction without noise.
 
     Every score is over the entries whose label is there. With one sample there is no spread to score.
@@ -36,7 +43,7 @@ def evaluate(model: Method, structures: Sequence[Atoms], *, samples: int = 32, s
     target = labels(listed)
     count = model.fixed_samples or samples
     began = time.perf_counter()
-    drawn = model.sample(listed, samples=count, seed=seed)
+    drawn = model.sample(listed, samples=count, seed=seed, progress=progress)
     seconds = time.perf_counter() - began
     point = model.predict(listed)
     result = {}

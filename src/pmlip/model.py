@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pmlip import checkpoint, methods, noise
 from pmlip.backbones.base import Backbone, Graph
 from pmlip.injection import Site, Sites, find_sites, inject, noisy_layers, vanish_with_input
-from pmlip.methods.base import Method
+from pmlip.methods.base import Method, Progress
 from pmlip.samples import Samples
 
 
@@ -145,13 +145,15 @@ class Potential(Perturbed, Method):
         samples: int = 16,
         seed: int = 0,
         chunk_atoms: int | None = None,
+        progress: Progress | None = None,
         kind: str = "plain",
     ) -> Samples:
         """K samples for each structure, on the CPU; see `pmlip.noise.draw` for the kinds of draws.
 
         chunk_atoms: how many atoms (times samples) to put through one pass; found by trial when it is not given.
+        progress(done, all) is told how many structures are done.
         """
-        return self._samples(structures, self.draw(samples, seed=seed, kind=kind), chunk_atoms)
+        return self._samples(structures, self.draw(samples, seed=seed, kind=kind), chunk_atoms, progress)
 
     def fold(self, *, sample: int, seed: int = 0, kind: str = "plain") -> Backbone:
         """Sample number `sample` as an ordinary backbone: its own calculator, its own file format."""

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from pmlip.backbones.base import Backbone, Graph
 from pmlip.chunks import ChunkSize, run_in_chunks
 from pmlip.samples import Outputs, Samples
 from pmlip.structures import StructureError, as_structures, system_index
+
+Progress = Callable[[int, int], None]
 
 
 class Method(nn.Module, ABC):
@@ -68,12 +70,14 @@ class Method(nn.Module, ABC):
         samples: int = 16,
         seed: int = 0,
         chunk_atoms: int | None = None,
+        progress: Progress | None = None,
     ) -> Samples:
         """K samples for each structure, on the CPU.
 
         chunk_atoms: how many atoms (times samples) to put through one pass; found by trial when it is not given.
+        progress(done, all) is told how many structures are done.
         """
-        return self._samples(structures, self.draw(samples, seed=seed), chunk_atoms)
+        return self._samples(structures, self.draw(samples, seed=seed), chunk_atoms, progress)
 
     def predict(self, structures: Atoms | Iterable[Atoms], *, chunk_atoms: int | None = None) -> Outputs:
         """The prediction without noise: one pass, no spread."""
@@ -81,11 +85,19 @@ class Method(nn.Module, ABC):
         outputs = self._run(listed, None, chunk_atoms)
         return Outputs({name: value[0] for name, value in outputs.items()}, system_index(listed))
 
-    def _samples(self, structures: Atoms | Iterable[Atoms], draws: Tensor, chunk_atoms: int | None) -> Samples:
+    def _samples(
+        self, structures: Atoms | Iterable[Atoms], draws: Tensor, chunk_atoms: int | None, progress: Progress | None
+    ) -> Samples:
         listed = as_structures(structures)
-        return Samples(self._run(listed, draws, chunk_atoms), system_index(listed), trained=self.trained)
+        return Samples(self._run(listed, draws, chunk_atoms, progress), system_index(listed), trained=self.trained)
 
-    def _run(self, structures: list[Atoms], draws: Tensor | None, chunk_atoms: int | None) -> dict[str, Tensor]:
+    def _run(
+        self,
+        structures: list[Atoms],
+        draws: Tensor | None,
+        chunk_atoms: int | None,
+        progress: Progress | None = None,
+    ) -> dict[str, Tensor]:
         if chunk_atoms is not None and chunk_atoms < 1:
             raise ValueError(f"a chunk must hold at least 1 atom, got chunk_atoms={chunk_atoms}")
         chunk = self._chunk() if chunk_atoms is None else ChunkSize(chunk_atoms, settled=True)
@@ -106,6 +118,7 @@ class Method(nn.Module, ABC):
                 sizes=[len(atoms) for atoms in structures],
                 noise=torch.zeros(1) if draws is None else draws,
                 chunk=chunk,
+                progress=progress,
             )
         _refuse_non_finite(outputs, structures)
         return outputs
