@@ -178,3 +178,24 @@ def test_a_compiled_orb_keeps_its_noise():
     for seed in (0, 1):
         compiled = model.sample(atoms, samples=2, seed=seed)
         torch.testing.assert_close(compiled.forces, plain[seed].forces, rtol=0, atol=2e-5)
+
+
+def test_the_confidence_head_becomes_a_spread():
+    """Expected errors lie within the head's bins, and the width on each atom is proportional to them."""
+    from pmlip import methods
+    from pmlip.demo import quartz
+    from pmlip.training import FinetuneConfig, finetune
+
+    data = quartz()["train"][:6]
+    backbone = small("direct")
+    errors = backbone.expected_errors(backbone.graph(data))
+    assert errors.shape == (54,)
+    assert 0 < float(errors.min()) <= float(errors.max()) < 0.3
+    method = methods.make("confidence", backbone)
+    finetune(method, data[:4], valid=data[4:], config=FinetuneConfig(epochs=1, validations=1))
+    spread = method.sample(data[5], samples=400).spread.forces.mean(-1)
+    expected = method.backbone.expected_errors(method.backbone.graph([data[5]]))
+    torch.testing.assert_close(spread / spread.mean(), (expected / expected.mean()).float(), rtol=0.15, atol=0)
+    older = OrbBackbone(pretrained.orb_v2_architecture(1, "cpu", SystemConfig(radius=6.0, max_num_neighbors=20)), "v2")
+    with pytest.raises(ValueError, match="v2 has no confidence head; only Orb-v3 has one"):
+        methods.make("confidence", older)

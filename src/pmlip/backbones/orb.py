@@ -213,10 +213,12 @@ class OrbBackbone(Backbone):
             for number, offset in offsets.items():
                 weight.view(-1)[number] += offset
 
+    @property
+    def has_confidence(self) -> bool:
+        return "confidence" in self.module.heads
+
     def expected_errors(self, graph: Graph) -> Tensor:
         """The absolute error of force components that the confidence head of Orb-v3 expects, (atom,) eV/Å."""
-        if "confidence" not in self.module.heads:
-            raise ValueError(f"{self.variant} has no confidence head; only Orb-v3 has one")
         head = self.module.heads["confidence"]
         with torch.no_grad():
             logits = head(self.module.model(graph.batch)["node_features"], graph.batch)

@@ -11,7 +11,7 @@ class Confidence(Gaussian):
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__(backbone)
-        if not hasattr(backbone, "expected_errors"):
+        if not getattr(backbone, "has_confidence", False):
             raise ValueError(f"{backbone.name}:{backbone.variant} has no confidence head; only Orb-v3 has one")
 
     def force_units(self, graph: Graph, forces: Tensor) -> Tensor:
