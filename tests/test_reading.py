@@ -56,6 +56,18 @@ def test_labels_survive_the_file(tmp_path, suffix):
     assert "3 structures of 2 atoms (Na, Cl); labels: energy ('energy', 3 of 3)" in str(found)
 
 
+def test_labels_beside_the_results_in_a_database(tmp_path):
+    original = structures(2)
+    with ase.db.connect(tmp_path / "data.db") as database:
+        for atoms in original:
+            results = atoms.calc.results
+            bare = atoms.copy()
+            database.write(bare, REF_energy=results["energy"], data={"REF_forces": results["forces"]})
+    read, found = read_structures(tmp_path / "data.db")
+    assert found.labels == {"energy": ("REF_energy", 2), "forces": ("REF_forces", 2)}
+    np.testing.assert_allclose(read[1].get_forces(), original[1].get_forces())
+
+
 def test_npz(tmp_path):
     original = structures()
     content = {

@@ -143,7 +143,10 @@ def _available(structures: Sequence[Atoms]) -> list[str]:
 
 def _places(atoms: Atoms) -> list[Mapping[str, Any]]:
     results = atoms.calc.results if atoms.calc is not None else {}
-    return [results, atoms.info, atoms.arrays]
+    info = {name: value for name, value in atoms.info.items() if not isinstance(value, dict)}
+    # an ase.db keeps what is not a result of a calculator here
+    nested = [value for value in atoms.info.values() if isinstance(value, dict)]
+    return [results, info, atoms.arrays, *nested]
 
 
 def _values(atoms: Atoms, index: int, names: Mapping[str, str | None]) -> dict[str, Any]:
