@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ase.db
 import numpy as np
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
@@ -92,6 +93,9 @@ def _read(path: Path) -> list[Atoms]:
     if path.suffix == ".npz":
         return list(_read_npz(path))
     try:
+        if path.suffix == ".db":
+            with ase.db.connect(path) as database:
+                return [row.toatoms(add_additional_information=True) for row in database.select()]
         return list(iread(path, index=":"))
     except (UnknownFileTypeError, StopIteration) as error:
         raise ValueError("ASE cannot tell its format; allowed are extxyz, ase.db, npz and ASE's formats") from error
