@@ -16,6 +16,7 @@ from ase.io import read, write
 from typer.main import get_command
 from typer.testing import CliRunner
 
+import pmlip
 from pmlip.cli import app
 
 pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
@@ -80,19 +81,23 @@ def test_evaluate_leaves_out_what_was_trained_on(finetuned, tmp_path):
 
 
 def test_two_processes_by_torchrun_give_what_one_gives(tmp_path):
-    """Deterministic, since from zero noise weights the first step of P is decided by rounding."""
-    ends = []
+    """Deterministic, since from zero noise weights the first step of P is decided by rounding.
+
+    In single precision rounding also decides the first step of weights whose gradient is nearly zero, so what the
+    models predict is compared; `test_training` compares the weights, in double precision.
+    """
+    structures = read(QUARTZ, index=":4")
+    ends = [pmlip.perturb(pmlip.load_backbone("chgnet")).predict(structures).forces]
     for processes in (1, 2):
         out = tmp_path / str(processes)
         launcher = [] if processes == 1 else ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
         command = [sys.executable, *launcher, "-m", "pmlip", "finetune", str(QUARTZ), "--method", "deterministic"]
+        command += ["--backbone-rate", "0.001", "--out", str(out), *SHORT]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run(
-            [*command, "--out", str(out), *SHORT], check=True, env=environment, capture_output=True, timeout=180
-        )
-        ends.append(torch.load(out / "model.pt", weights_only=True)["state"])
-    for name, value in ends[0].items():
-        torch.testing.assert_close(ends[1][name], value, rtol=1e-4, atol=1e-5, msg=name)
+        subprocess.run(command, check=True, env=environment, capture_output=True, timeout=180)
+        ends.append(pmlip.load(out / "model.pt").predict(structures).forces)
+    before, one, two = ends
+    assert float((two - one).abs().max()) < 0.05 * float((one - before).abs().max())
 
 
 def labelled(atoms, **results):

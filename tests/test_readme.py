@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from pmlip.benchmark import silica
+from pmlip.benchmark.runner import read_cells
 from pmlip.benchmark.speed import crps_markdown, nbody_markdown, step_markdown
 
 PROJECT = Path(__file__).parents[1]
@@ -33,6 +35,11 @@ def test_snippets_run(file, tmp_path, monkeypatch):
 def test_tables_are_those_of_the_result_files(part, page, markdown):
     result = json.loads((PROJECT / "benchmarks" / "results" / "speed" / f"{part}.json").read_text())
     assert markdown(result) in (PROJECT / page).read_text()
+
+
+def test_the_table_of_silica_is_that_of_its_cells():
+    text = (PROJECT / "docs" / "finetuning.md").read_text()
+    assert silica.table(read_cells(PROJECT / "benchmarks" / "results" / "silica")) in text
 
 
 def test_there_are_snippets():
