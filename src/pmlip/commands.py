@@ -16,15 +16,7 @@ from ase import Atoms
 from ase.units import GPa
 from lightning_fabric import Fabric
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from pmlip import methods, model
@@ -33,6 +25,7 @@ from pmlip.benchmark.record import environment
 from pmlip.evaluation import Evaluation, as_record, compare
 from pmlip.evaluation import evaluate as evaluate_model
 from pmlip.files import write_json
+from pmlip.progress import progress_bar
 from pmlip.reading import read_structures
 from pmlip.structures import StructureError, check_labels, fingerprint
 from pmlip.training import FinetuneConfig, finetune
@@ -72,7 +65,7 @@ def run_finetune(
             _check_structures(trained.backbone, read, [*kept, *held])
         structures += [read[i] for i in kept]
         held_out += [read[i] for i in held]
-    with _bar(console) as bar:
+    with progress_bar(console) as bar:
         task = bar.add_task("fine-tuning", total=None)
         best = float("inf")
 
@@ -139,7 +132,7 @@ def run_evaluate(
             _check_structures(loaded.backbone, structures, range(len(structures)))
         structures = [atoms for atoms in structures if not left_out or fingerprint([atoms])[:16] not in left_out]
         structures = [structures[i] for i in _chosen(len(structures), count, seed, file)]
-        with _bar(console) as bar:
+        with progress_bar(console) as bar:
             show = partial(_show_structures, bar, bar.add_task(file.name, total=len(structures)))
             result = evaluate_model(loaded, structures, samples=samples, seed=seed, progress=show)
         record[file.name] = as_record(result)
@@ -158,11 +151,6 @@ def run_evaluate(
     if out is not None:
         write_json(out, record)
     return record
-
-
-def _bar(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=console)
 
 
 def _show_structures(bar: Progress, task: TaskID, done: int, total: int) -> None:

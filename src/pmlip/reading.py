@@ -1,6 +1,5 @@
 """Files of structures with DFT labels: extxyz, ase.db, npz, and whatever else ASE reads, under the names people use."""
 
-import difflib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from ase.io import iread
 from ase.io.formats import UnknownFileTypeError
 from ase.stress import full_3x3_to_voigt_6_stress
 
+from pmlip.hints import did_you_mean
 from pmlip.structures import StructureError, as_structures, labels
 
 # What a label is called in the wild, the likeliest first. A name that says "reference" wins over a plain one, which may
@@ -109,8 +109,7 @@ def _read_npz(path: Path) -> Iterator[Atoms]:
         content = dict(arrays)
     plural = {"energies": "energy", "cells": "cell", "stresses": "stress", "atomic_numbers": "numbers"}
     content = {plural.get(name, name): value for name, value in content.items()}
-    missing = [name for name in ("positions",) if name not in content]
-    if missing or not {"symbols", "numbers"} & content.keys():
+    if "positions" not in content or not {"symbols", "numbers"} & content.keys():
         raise ValueError(
             "an npz file must hold positions (structure, atom, 3) and symbols or numbers (atom,), and may hold cells, "
             f"energies, forces and stresses; it holds {', '.join(content)}"
@@ -129,8 +128,7 @@ def _name(label: str, key: str | None, structures: Sequence[Atoms]) -> str | Non
     if key is not None:
         if key in available:
             return key
-        close = difflib.get_close_matches(key, available, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(key, available)
         raise ValueError(f"nothing in it is called {key!r}; the names are: {', '.join(available) or 'none'}{hint}")
     candidates = NAMES[label] + (NAMES["virial"] if label == "stress" else ())
     return next((name for name in candidates if name in available), None)

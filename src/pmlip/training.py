@@ -242,7 +242,7 @@ class _Run:
             for parameter in frozen:
                 parameter.requires_grad_()
         self._save()
-        self._load_weights(self.best_state or self._averaged_state())
+        self.model.load_state_dict(self.best_state or self._averaged_state())
         best = self.best if self.valid else math.nan
         return Finetuned(self.step, best, self.offsets, self.scales, self.log, self.spent)
 
@@ -274,7 +274,8 @@ class _Run:
                 partial(self.model, graph), part, partial(self._loss, chosen[own], chosen), chunk=config.chunk
             )
             terms = {name: float(term) for name, term in loss.terms.items()}
-        terms = self._reduce(terms)
+        self._sum_gradients()
+        terms = self._summed(terms)
         norm = nn.utils.clip_grad_norm_(self.parameters, config.clip)
         self._set_rates()
         self.optimizer.step()
@@ -293,15 +294,20 @@ class _Run:
         penalty = self.model.penalty()
         return loss if penalty is None else loss._replace(total=loss.total + penalty / self.fabric.world_size)
 
-    def _reduce(self, terms: dict[str, float]) -> dict[str, float]:
-        """Add up what the processes found."""
+    def _sum_gradients(self) -> None:
+        """Add up the gradients of all processes."""
         if self.fabric.world_size == 1:
-            return terms
+            return
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         flat = self.fabric.all_reduce(flat, reduce_op="sum")  # type: ignore[assignment]
         for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
+
+    def _summed(self, terms: dict[str, float]) -> dict[str, float]:
+        """The terms of all processes, added up."""
+        if self.fabric.world_size == 1:
+            return terms
         values = torch.tensor(list(terms.values()), dtype=torch.float64, device=self.fabric.device)
         summed = self.fabric.all_reduce(values, reduce_op="sum")
         assert isinstance(summed, Tensor)
@@ -329,14 +335,12 @@ class _Run:
         part = self.valid[self.fabric.global_rank :: self.fabric.world_size]
         terms = dict.fromkeys(self.scales, 0.0)
         if part:
-            samples = self.model.sample(part, samples=self.config.validation_samples if self._is_free else 1)
+            samples = self.model.sample(part, samples=self.model.fixed_samples or self.config.validation_samples)
             loss = losses.crps_loss(
                 samples, labels(part), weights=self.weights, carriers=losses.count_carriers(labels(self.valid))
             )
             terms = {name: float(term) for name, term in loss.terms.items()}
-        if self.fabric.world_size > 1:
-            values = torch.tensor(list(terms.values()), dtype=torch.float64, device=self.fabric.device)
-            terms = dict(zip(terms, self.fabric.all_reduce(values, reduce_op="sum").tolist(), strict=True))  # type: ignore[union-attr]
+        terms = self._summed(terms)
         score = sum(self.weights[name] * value for name, value in terms.items())
         self.worse = 0 if score < self.best else self.worse + 1
         if score < self.best:
@@ -344,10 +348,6 @@ class _Run:
             self.best_state = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         self._put(current)
         return {"valid": score, **{f"valid_{name}": value for name, value in terms.items()}}
-
-    @property
-    def _is_free(self) -> bool:
-        return self.model.fixed_samples is None
 
     @torch.no_grad()
     def _put(self, values: Sequence[Tensor]) -> None:
@@ -357,9 +357,6 @@ class _Run:
     def _averaged_state(self) -> dict[str, Tensor]:
         self._put(self.averaged)
         return self.model.state_dict()
-
-    def _load_weights(self, state: Mapping[str, Tensor]) -> None:
-        self.model.load_state_dict(state)
 
     def _save(self) -> None:
         if self.state_file is None or self.fabric.global_rank:

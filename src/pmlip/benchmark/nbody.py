@@ -1,6 +1,5 @@
 """The paper's first benchmark: cells, Table 1 and Figure 1."""
 
-import difflib
 import json
 import statistics
 import time
@@ -17,6 +16,7 @@ from pmlip import metrics
 from pmlip.benchmark.record import environment
 from pmlip.benchmark.runner import Cell, read_cells, run_cells
 from pmlip.files import atomic_write, write_json
+from pmlip.hints import did_you_mean
 from pmlip.nbody import data as nbody_data
 from pmlip.nbody.data import NBodyConfig, Trajectories
 from pmlip.nbody.egnn import EGNNConfig
@@ -96,8 +96,7 @@ def run(
     """Run the cells that are not finished, then write the table and the figure of all that are."""
     for method in methods:
         if method not in METHODS:
-            close = difflib.get_close_matches(method, METHODS, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(method, METHODS)
             raise ValueError(f"unknown method {method!r}; allowed: {', '.join(METHODS)}{hint}")
     if "ensemble" in methods and seeds < 3:
         raise ValueError(f"an ensemble leaves one of the EGNN seeds out and needs at least 3, got seeds={seeds}")

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from pmlip.files import write_json
+from pmlip.progress import progress_bar
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,8 @@ def run_cells(
     if len(waiting) < len(cells):
         console.print(f"{len(cells) - len(waiting)} of {len(cells)} cells are finished already")
     failures = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
-        Progress(*columns, TimeRemainingColumn(), console=console) as bar,
+        progress_bar(console) as bar,
         ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_use_one_thread) as pool,
     ):
         task = bar.add_task("cells", total=len(waiting))

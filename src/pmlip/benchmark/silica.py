@@ -1,6 +1,5 @@
 """The paper's second benchmark: a pretrained potential fine-tuned on silica by every method; Table 2 and Figure 2."""
 
-import difflib
 import json
 import statistics
 import time
@@ -50,10 +49,7 @@ def run(
 ) -> None:
     """Run the cells that are not finished, then write the table and the figure of all that are."""
     for name in names:
-        if name not in methods.available():
-            close = difflib.get_close_matches(name, methods.available(), n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"unknown method {name!r}; allowed: {', '.join(methods.available())}{hint}")
+        methods.check(name)
     structures, _ = read_structures(settings.data)
     largest = max(sizes)
     needed = settings.test + largest + _valid_count(largest, settings)

@@ -1,14 +1,14 @@
 """Ways to an uncertainty, by name, each in its own file: P (learned perturbations) and what to compare it with."""
 
-import difflib
 import importlib
 import pkgutil
 from typing import Any
 
 from pmlip.backbones.base import Backbone
+from pmlip.hints import did_you_mean
 from pmlip.methods.base import Method
 
-__all__ = ["Method", "available", "make"]
+__all__ = ["Method", "available", "check", "make"]
 
 _PARTS = ("base", "gaussian")  # what several methods share
 
@@ -18,11 +18,14 @@ def available() -> list[str]:
     return [module.name.replace("_", "-") for module in pkgutil.iter_modules(__path__) if module.name not in _PARTS]
 
 
+def check(name: str) -> None:
+    """Refuse a name that is not a method's."""
+    if name not in available():
+        raise ValueError(f"unknown method {name!r}; allowed: {', '.join(available())}{did_you_mean(name, available())}")
+
+
 def make(name: str, backbone: Backbone, **options: Any) -> Method:
     """A method around a copy of this backbone, ready to be fine-tuned; options are those of its class."""
-    if name not in available():
-        close = difflib.get_close_matches(name, available(), n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown method {name!r}; allowed: {', '.join(available())}{hint}")
+    check(name)
     method: Method = importlib.import_module(f"pmlip.methods.{name.replace('-', '_')}").make(backbone, **options)
     return method
