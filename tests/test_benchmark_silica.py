@@ -3,9 +3,15 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+from ase.io import write
 from typer.testing import CliRunner
 
+from pmlip.benchmark.runner import Cell
+from pmlip.benchmark.silica import SilicaSettings, splits, work
 from pmlip.cli import app
+from pmlip.training import FinetuneConfig
+from test_backbones_orb import WIDTHS, small
+from test_datasets import in_kcal, silica
 
 pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
 
@@ -57,10 +63,40 @@ def test_from_end_to_end(tmp_path):
     ("arguments", "message"),
     [
         (["--methods", "blibb"], "did you mean 'blip'?"),
-        (["--sizes", "32", "--test", "30"], "with validation and test 70 in all, were asked for"),
+        (
+            ["--sizes", "32", "--test", "30"],
+            "70 structures in all were asked for",
+        ),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(arguments, message, tmp_path):
     result = invoke(*arguments, "--out", tmp_path)
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
+
+
+def test_the_setting_of_the_paper_with_a_small_orb_and_a_file_of_its_form(tmp_path, monkeypatch):
+    """Training from the front of one file, test on another, kcal/mol, weights of Orb-v3 from a local file."""
+    import orb_models.forcefield.pretrained as package
+
+    write(tmp_path / "train.xyz", in_kcal(silica(5)), format="extxyz")
+    write(tmp_path / "test.xyz", in_kcal(silica(4, seed=1)), format="extxyz")
+    small("direct").save(tmp_path / "small.ckpt")
+    architecture = package.orb_v3_direct_architecture
+    monkeypatch.setattr(package, "orb_v3_direct_architecture", lambda **given: architecture(**WIDTHS, **given))
+    settings = SilicaSettings(
+        backbone="orb:orb_v3_direct_20_omat",
+        weights=str(tmp_path / "small.ckpt"),
+        data=f"tan_silica:{tmp_path / 'train.xyz'}",
+        test_data=f"tan_silica:{tmp_path / 'test.xyz'}",
+        test_samples=4,
+        config=FinetuneConfig(epochs=1, samples=2, batch=2),
+    )
+    data = splits(3, settings)
+    assert (len(data.train), len(data.valid), len(data.test)) == (3, 2, 4)
+    for method in ("p", "blip"):
+        result = work(Cell(f"orb_v3_direct_20_omat-train-{method}", 3, 0), settings=settings)
+        assert result["test"]["force_crps"] > 0
+        assert result["settings"]["data"] == "train.xyz"
+    with pytest.raises(ValueError, match=r"6 structures in all were asked for, .* holds 5"):
+        splits(5, settings)

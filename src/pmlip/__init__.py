@@ -3,11 +3,11 @@
 Noise enters at the first linear layer of each message and update MLP, the model is trained with the fair CRPS,
 and every prediction comes as K samples. To read the code, follow the flow of the data:
 
-    reading -> structures -> backbones -> noise -> injection -> model (chunks, checkpoint) -> samples -> scores
+    datasets, reading -> structures -> backbones -> noise -> injection -> model (chunks, checkpoint) -> samples -> scores
         -> losses -> training (references) | metrics -> evaluation
 """
 
-from pmlip import losses, metrics, noise, scores
+from pmlip import datasets, losses, metrics, noise, scores
 from pmlip.backbones import load_backbone
 from pmlip.checkpoint import CheckpointError
 from pmlip.evaluation import evaluate
@@ -26,6 +26,7 @@ __all__ = [
     "Potential",
     "Samples",
     "Site",
+    "datasets",
     "evaluate",
     "finetune",
     "labels",

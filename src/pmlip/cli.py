@@ -249,16 +249,19 @@ def nbody_ablation(
 
 @bench.command()
 def silica(
-    data: Annotated[Path, typer.Option(help="Structures with DFT labels.")],
+    data: Annotated[
+        str, typer.Option(help="silica-pbe, a file with DFT labels, tan_silica:FILE or zeo22:FILE.")
+    ] = "silica-pbe",
     backbone: Annotated[str, typer.Option(help="Backbone to fine-tune.")] = "chgnet",
     weights: Annotated[Path | None, typer.Option(help="Local file of the backbone's weights.")] = None,
-    unseen: Annotated[list[Path] | None, typer.Option(help="Out-of-distribution structures; repeatable.")] = None,
+    test_data: Annotated[str | None, typer.Option(help="Test on this file, given as for --data.")] = None,
+    unseen: Annotated[list[str] | None, typer.Option(help="Out-of-distribution structures; repeatable.")] = None,
     methods: Annotated[
         str, typer.Option(help="Methods, with commas between them.")
     ] = "p,blip,ensemble,mc-dropout,constant,force-scaled,deterministic",
     sizes: Annotated[str, typer.Option(help="Training sizes, with commas between them.")] = "32,128",
     seeds: Annotated[int, typer.Option(min=1, help="Seeds 0 to SEEDS - 1.")] = 4,
-    test: Annotated[int, typer.Option(min=3, help="Structures to test on.")] = 400,
+    test: Annotated[int, typer.Option(min=3, help="Structures to test on, where the data has no such part.")] = 400,
     samples: Annotated[int, typer.Option(min=2, help="Samples K at test.")] = 32,
     epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the training set.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes at once, one thread each.")] = 1,
@@ -268,7 +271,7 @@ def silica(
 ) -> None:
     """Fine-tune a pretrained potential on silica by every method, and compare them.
 
-    Example: pmlip bench silica --data silica.extxyz --backbone chgnet --methods p,constant --sizes 32 --seeds 2
+    Example: pmlip bench silica --data silica-pbe --backbone chgnet --methods p,constant --sizes 32 --seeds 2
     """
     from pmlip.benchmark import silica as benchmark
 
@@ -276,8 +279,9 @@ def silica(
         benchmark.run(
             benchmark.SilicaSettings(
                 backbone=backbone,
-                data=str(data),
-                unseen=tuple(str(file) for file in unseen or ()),
+                data=data,
+                test_data=test_data,
+                unseen=tuple(unseen or ()),
                 weights=str(weights) if weights else None,
                 test=test,
                 test_samples=samples,

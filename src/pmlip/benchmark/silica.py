@@ -14,21 +14,23 @@ import torch
 from ase import Atoms
 from rich.console import Console
 
-from pmlip import methods
+from pmlip import datasets, methods
 from pmlip.backbones import load_backbone
 from pmlip.benchmark.record import environment
 from pmlip.benchmark.runner import Cell, read_cells, run_cells
 from pmlip.evaluation import Evaluation, compare, evaluate
 from pmlip.files import atomic_write, write_json
-from pmlip.reading import read_structures
 from pmlip.training import FinetuneConfig, finetune
+
+SHIPPED = "silica-pbe"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SilicaSettings:
     backbone: str
-    data: str  # a file of structures; the test set is taken from it before any training set is
-    unseen: tuple[str, ...] = ()  # files of other structures
+    data: str  # silica-pbe, a file of structures, or name:file of pmlip.datasets
+    test_data: str | None = None  # a file of its own to test on; otherwise the test set is taken from the data first
+    unseen: tuple[str, ...] = ()  # files of other structures; silica-pbe has its own
     weights: str | None = None  # local file of the backbone's weights
     test: int = 400
     valid_share: float = 0.25  # of the training structures, as many again to validate on; at least 8
@@ -50,15 +52,8 @@ def run(
     """Run the cells that are not finished, then write the table and the figure of all that are."""
     for name in names:
         methods.check(name)
-    structures, _ = read_structures(settings.data)
-    largest = max(sizes)
-    needed = settings.test + largest + _valid_count(largest, settings)
-    if needed > len(structures):
-        raise ValueError(
-            f"{largest} structures to train on, with validation and test {needed} in all, were asked for, but "
-            f"{settings.data} holds {len(structures)}"
-        )
-    prefix = f"{_slug(settings.backbone)}-{_slug(Path(settings.data).stem)}"
+    splits(max(sizes), settings)  # before anything is computed: are there enough structures?
+    prefix = f"{_slug(settings.backbone)}-{_slug(_stem(settings.data))}"
     cells = [Cell(f"{prefix}-{name}", size, seed) for size in sizes for name in names for seed in range(seeds)]
     for cell, result in read_cells(folder).items():
         if cell in cells and result["settings"] != _described(settings):
@@ -78,42 +73,81 @@ def _slug(name: str) -> str:
     return (variant if variant.startswith(family) else name).replace(":", "_").replace("-", "_")
 
 
+def _file(given: str) -> Path:
+    """The file of "file" or "name:file"."""
+    return Path(given.rpartition(":")[2])
+
+
+def _stem(given: str) -> str:
+    return _file(given).stem
+
+
 def _described(settings: SilicaSettings) -> dict[str, Any]:
     """The settings as a result file holds them; of files only their names, which are the same on every machine."""
     content = asdict(settings)
-    content["data"] = Path(settings.data).name
-    content["unseen"] = [Path(file).name for file in settings.unseen]
+    content["data"] = _file(settings.data).name
+    content["test_data"] = _file(settings.test_data).name if settings.test_data else None
+    content["unseen"] = [_file(file).name for file in settings.unseen]
     content["weights"] = Path(settings.weights).name if settings.weights else None
     read_back: dict[str, Any] = json.loads(json.dumps(content))
     return read_back
 
 
-def _valid_count(size: int, settings: SilicaSettings) -> int:
-    return max(8, round(settings.valid_share * size))
+@dataclass(frozen=True)
+class Splits:
+    train: list[Atoms]
+    valid: list[Atoms]
+    test: list[Atoms]
+    unseen: dict[str, list[Atoms]]
 
 
-def split(structures: Sequence[Atoms], size: int, settings: SilicaSettings) -> dict[str, list[Atoms]]:
-    """Test, validation and training structures; the same for all seeds, and a smaller training set is a prefix."""
-    order = np.random.default_rng(0).permutation(len(structures))
-    test, rest = order[: settings.test], order[settings.test :]
-    train, valid = rest[:size], rest[::-1][: _valid_count(size, settings)]
-    parts = {"train": train, "valid": valid, "test": test}
-    return {name: [structures[i] for i in chosen] for name, chosen in parts.items()}
+def splits(size: int, settings: SilicaSettings) -> Splits:
+    """The structures of a cell; the same for all seeds, and a smaller training set is the beginning of a larger one."""
+    wanted = max(8, round(settings.valid_share * size))
+    if settings.data == SHIPPED:
+        train, valid, test = (datasets.silica_pbe(part) for part in ("train", "valid", "test"))
+        _check_enough(size, len(train), settings)
+        unseen = {part: datasets.silica_pbe(part) for part in datasets.UNSEEN_SILICA_PBE}
+        return Splits(train[:size], valid[:wanted], test, unseen)
+    unseen = {_stem(file): _some(datasets.read_set(file), settings.test_unseen) for file in settings.unseen}
+    structures = datasets.read_set(settings.data)
+    if settings.test_data is not None:
+        # as in the paper: training from the front of the file, validation from its end
+        _check_enough(size + 1, len(structures), settings)
+        rest = structures[size:]
+        return Splits(structures[:size], rest[::-1][:wanted], datasets.read_set(settings.test_data), unseen)
+    _check_enough(settings.test + size + wanted, len(structures), settings)
+    mixed = _some(structures, len(structures))
+    rest = mixed[settings.test :]
+    return Splits(rest[:size], rest[::-1][:wanted], mixed[: settings.test], unseen)
+
+
+def _some(structures: Sequence[Atoms], count: int) -> list[Atoms]:
+    """So many of them by chance, always the same."""
+    return [structures[i] for i in np.random.default_rng(0).permutation(len(structures))[:count]]
+
+
+def _check_enough(needed: int, held: int, settings: SilicaSettings) -> None:
+    if needed > held:
+        raise ValueError(
+            f"{needed} structures in all were asked for, with those to validate and test on, but {settings.data} holds "
+            f"{held}"
+        )
 
 
 def work(cell: Cell, *, settings: SilicaSettings) -> dict[str, Any]:
     """Fine-tune one method and judge it."""
     name = cell.method.split("-", 2)[2]
-    data = split(read_structures(settings.data)[0], cell.size, settings)
+    data = splits(cell.size, settings)
     torch.manual_seed(cell.seed)  # of what a method adds to the backbone
     model = methods.make(name, load_backbone(settings.backbone, weights=settings.weights))
     began = time.perf_counter()
     config = replace(settings.config, seed=cell.seed)
-    done = finetune(model, data["train"], valid=data["valid"], config=config)
+    done = finetune(model, data.train, valid=data.valid, config=config)
     seconds = time.perf_counter() - began
-    inside = evaluate(model, data["test"], samples=settings.test_samples)
+    inside = evaluate(model, data.test, samples=settings.test_samples)
     result: dict[str, Any] = {
-        "cell": {"backbone": settings.backbone, "data": Path(settings.data).stem, "method": name, "size": cell.size}
+        "cell": {"backbone": settings.backbone, "data": _stem(settings.data), "method": name, "size": cell.size}
         | {"seed": cell.seed},
         "samples": inside.samples,
         "test": _flat(inside),
@@ -132,11 +166,9 @@ def work(cell: Cell, *, settings: SilicaSettings) -> dict[str, Any]:
         "prediction": {"seconds": round(inside.seconds, 1), "passes": inside.samples * inside.structures},
         "validation_curve": [line for line in done.log if "valid" in line],
     }
-    for file in settings.unseen:
-        others, _ = read_structures(file)
-        chosen = np.random.default_rng(0).permutation(len(others))[: settings.test_unseen]
-        outside = evaluate(model, [others[i] for i in chosen], samples=settings.test_samples)
-        result["unseen"][Path(file).stem] = _flat(outside) | (compare(inside, outside) if inside.spread.any() else {})
+    for place, structures in data.unseen.items():
+        outside = evaluate(model, structures, samples=settings.test_samples)
+        result["unseen"][place] = _flat(outside) | (compare(inside, outside) if inside.spread.any() else {})
     return {**result, "settings": _described(settings), **environment()}
 
 

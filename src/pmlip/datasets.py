@@ -1,0 +1,88 @@
+"""Sets of DFT structures by name: the silica set that ships with pmlip, and readers for published ones.
+
+A set in a file is asked for as "name:file", for instance "tan_silica:silica_train.xyz"; a plain file is read as it is.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+from ase import Atoms
+from ase.calculators.singlepoint import SinglePointCalculator
+from ase.io import read
+from ase.units import kcal, mol
+
+from pmlip.hints import did_you_mean
+from pmlip.reading import read_structures
+from pmlip.structures import labels
+
+SILICA_PBE_PARTS = ("train", "valid", "test", "hot", "strained", "polymorph")
+UNSEEN_SILICA_PBE = SILICA_PBE_PARTS[3:]  # out of distribution
+
+
+def silica_pbe(part: str) -> list[Atoms]:
+    """A part of the PBE silica set that ships with pmlip; datasets/silica_pbe says how it was made.
+
+    train, valid, test: quartz and cristobalite at 300 to 900 K, or with small random displacements and strains to 2 %.
+    Out of distribution: hot (1500 to 3000 K), strained (to 8 %), polymorph (stishovite and coesite).
+    """
+    if part not in SILICA_PBE_PARTS:
+        hint = did_you_mean(part, SILICA_PBE_PARTS)
+        raise ValueError(f"silica_pbe has no part {part!r}; allowed: {', '.join(SILICA_PBE_PARTS)}{hint}")
+    with resources.as_file(resources.files("pmlip") / "data" / "silica_pbe.extxyz.xz") as file:
+        return [atoms for atoms in read(file, index=":", format="extxyz") if atoms.info["part"] == part]
+
+
+def tan_silica(path: str | Path) -> list[Atoms]:
+    """The silica set of Tan et al. (2023) from its extxyz file, which is in kcal/mol; the paper's second benchmark."""
+    structures, _ = read_structures(path)
+    _check_silica(structures, path, unit="kcal/mol", per_atom=(-300.0, -100.0))
+    return [_scaled(atoms, kcal / mol) for atoms in structures]
+
+
+def zeo22(path: str | Path) -> list[Atoms]:
+    """A zeolite of Si-ZEO22 from its npz file: energies, forces, positions, cells, symbols, in eV and Å."""
+    structures, _ = read_structures(path)
+    _check_silica(structures, path, unit="eV", per_atom=(-12.0, -4.0))
+    return structures
+
+
+_IN_FILES: Mapping[str, Callable[[str | Path], list[Atoms]]] = {"tan_silica": tan_silica, "zeo22": zeo22}
+
+
+def read_set(given: str) -> list[Atoms]:
+    """The structures of "file" or "name:file"."""
+    name, colon, file = given.partition(":")
+    if not colon or Path(given).exists():
+        return read_structures(given)[0]
+    if name not in _IN_FILES:
+        hint = did_you_mean(name, _IN_FILES)
+        raise ValueError(f"unknown data set {name!r}; allowed before the colon: {', '.join(_IN_FILES)}{hint}")
+    return _IN_FILES[name](file)
+
+
+def _check_silica(structures: Sequence[Atoms], path: str | Path, *, unit: str, per_atom: tuple[float, float]) -> None:
+    """Silica has energies of -4 to -13 eV per atom against its atoms, so a wrong unit is seen."""
+    for index, atoms in enumerate(structures):
+        if set(atoms.symbols) != {"Si", "O"}:
+            raise ValueError(f"{path}: structure {index} is {atoms.get_chemical_formula()}, not silica")
+    found = labels(structures)
+    for name in ("energy", "forces"):
+        if not found[name].isfinite().all():
+            raise ValueError(f"{path}: not every structure carries {name}")
+    energy = float(np.median(found.energy.numpy() / [len(atoms) for atoms in structures]))
+    low, high = per_atom
+    if not low < energy < high:
+        raise ValueError(
+            f"{path}: its energies are {energy:.4g} per atom, but in {unit} they would lie between {low:g} and "
+            f"{high:g}; is the file in another unit?"
+        )
+
+
+def _scaled(atoms: Atoms, unit: float) -> Atoms:
+    """The structure with its labels multiplied by this."""
+    results = {name: unit * value for name, value in atoms.calc.results.items()}
+    scaled = atoms.copy()
+    scaled.calc = SinglePointCalculator(scaled, **results)
+    return scaled

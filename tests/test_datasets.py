@@ -1,0 +1,83 @@
+import numpy as np
+import pytest
+from ase import Atoms
+from ase.calculators.singlepoint import SinglePointCalculator
+from ase.io import write
+from ase.units import kcal, mol
+
+from pmlip import datasets
+from pmlip.structures import labels
+
+
+def silica(count=5, *, per_atom=-7.8, seed=0):
+    """Small pieces of silica with labels in eV, as a published set would hold them."""
+    random = np.random.default_rng(seed)
+    perfect = np.array([[0, 0, 0], [2, 2, 2], [1.2, 1.2, 0], [2.8, 2.8, 0], [0.8, 3.2, 2], [3.2, 0.8, 2]])
+    made = []
+    for _ in range(count):
+        atoms = Atoms("Si2O4", perfect + random.normal(scale=0.05, size=(6, 3)), cell=[4, 4, 4], pbc=True)
+        forces = random.normal(size=(6, 3))
+        atoms.calc = SinglePointCalculator(atoms, energy=6 * per_atom + random.normal(), forces=forces)
+        made.append(atoms)
+    return made
+
+
+def in_kcal(structures):
+    return [datasets._scaled(atoms, mol / kcal) for atoms in structures]
+
+
+def test_tan_silica_is_converted_to_electronvolts(tmp_path):
+    original = silica()
+    write(tmp_path / "train.xyz", in_kcal(original), format="extxyz")
+    for read in (
+        datasets.tan_silica(tmp_path / "train.xyz"),
+        datasets.read_set(f"tan_silica:{tmp_path / 'train.xyz'}"),
+    ):
+        np.testing.assert_allclose(labels(read).energy, labels(original).energy, rtol=1e-9)
+        np.testing.assert_allclose(labels(read).forces, labels(original).forces, atol=1e-7)
+
+
+def test_zeo22_is_read_from_its_npz(tmp_path):
+    original = silica()
+    np.savez(
+        tmp_path / "edi.npz",
+        energies=labels(original).energy.numpy().astype(np.float32),
+        forces=labels(original).forces.reshape(5, 6, 3).numpy(),
+        positions=np.stack([atoms.positions for atoms in original]),
+        cells=np.stack([atoms.cell.array for atoms in original]),
+        symbols=np.array(original[0].get_chemical_symbols()),
+    )
+    read = datasets.zeo22(tmp_path / "edi.npz")
+    np.testing.assert_allclose(labels(read).energy, labels(original).energy, rtol=1e-6)
+    assert all(atoms.pbc.all() for atoms in read)
+
+
+def test_another_unit_is_noticed(tmp_path):
+    write(tmp_path / "electronvolts.xyz", silica(), format="extxyz")
+    with pytest.raises(ValueError, match=r"energies are -7\.\d+ per atom, but in kcal/mol they would lie between -300"):
+        datasets.tan_silica(tmp_path / "electronvolts.xyz")
+    write(tmp_path / "kcal.xyz", in_kcal(silica()), format="extxyz")
+    with pytest.raises(ValueError, match=r"energies are -1\d\d\.?\d* per atom, but in eV"):
+        datasets.zeo22(tmp_path / "kcal.xyz")
+
+
+def test_other_matter_missing_labels_and_wrong_names_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"unknown data set 'tan'; allowed before the colon: tan_silica, zeo22"):
+        datasets.read_set("tan:file.xyz")
+    with pytest.raises(FileNotFoundError, match=r"there is no file none\.xyz"):
+        datasets.read_set("tan_silica:none.xyz")
+    salt = silica(2)
+    salt[1].symbols[0] = "Na"
+    write(tmp_path / "salt.xyz", in_kcal(salt), format="extxyz")
+    with pytest.raises(ValueError, match=r"structure 1 is NaO4Si, not silica"):
+        datasets.tan_silica(tmp_path / "salt.xyz")
+    bare = in_kcal(silica(2))
+    del bare[1].calc.results["forces"]
+    write(tmp_path / "bare.xyz", bare, format="extxyz")
+    with pytest.raises(ValueError, match="not every structure carries forces"):
+        datasets.tan_silica(tmp_path / "bare.xyz")
+
+
+def test_an_unknown_part_is_refused():
+    with pytest.raises(ValueError, match=r"has no part 'trian'; allowed: train, .*did you mean 'train'"):
+        datasets.silica_pbe("trian")
