@@ -28,7 +28,7 @@ from ase import Atoms, units
 from ase.io import read, write
 from ase.io.espresso import read_espresso_out, write_espresso_in
 from ase.md.langevin import Langevin
-from ase.md.velocitydistribution import MaxwellBoltzmannDistribution
+from ase.md.velocitydistribution import thermalize_momenta
 from ase.spacegroup import crystal
 
 PSEUDOPOTENTIALS = {"Si": "Si.pbe-n-rrkjus_psl.1.0.0.UPF", "O": "O.pbe-n-kjpaw_psl.0.1.UPF"}
@@ -137,7 +137,7 @@ def _md(atoms: Atoms, temperature: float, *, count: int, random: np.random.Gener
 
     atoms = atoms.copy()
     atoms.calc = CHGNetCalculator(use_device="cpu")
-    MaxwellBoltzmannDistribution(atoms, temperature_K=temperature, rng=random)
+    thermalize_momenta(atoms, temperature_K=temperature, rng=random)
     motion = Langevin(atoms, 2 * units.fs, temperature_K=temperature, friction=0.02 / units.fs, rng=random)
     motion.run(150)
     for _ in range(count):

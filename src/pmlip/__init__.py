@@ -3,16 +3,18 @@
 Noise enters at the first linear layer of each message and update MLP, the model is trained with the fair CRPS,
 and every prediction comes as K samples. To read the code, follow the flow of the data:
 
-    datasets, reading -> structures -> backbones -> noise -> injection -> model (chunks, checkpoint) -> samples -> scores
-        -> losses -> training (references) | metrics -> evaluation
+    datasets, reading -> structures -> backbones -> noise -> injection -> model (chunks, checkpoint) -> samples
+        -> scores -> losses -> training (references) | metrics -> evaluation | calculator, propagation
 """
 
 from pmlip import datasets, losses, metrics, noise, scores
 from pmlip.backbones import load_backbone
+from pmlip.calculator import PMLIPCalculator, Recorder
 from pmlip.checkpoint import CheckpointError
 from pmlip.evaluation import evaluate
 from pmlip.injection import Site
 from pmlip.model import Perturbed, Potential, load, perturb
+from pmlip.propagation import propagate
 from pmlip.reading import read_structures
 from pmlip.samples import Outputs, Samples
 from pmlip.structures import labels
@@ -22,8 +24,10 @@ __all__ = [
     "CheckpointError",
     "FinetuneConfig",
     "Outputs",
+    "PMLIPCalculator",
     "Perturbed",
     "Potential",
+    "Recorder",
     "Samples",
     "Site",
     "datasets",
@@ -36,6 +40,7 @@ __all__ = [
     "metrics",
     "noise",
     "perturb",
+    "propagate",
     "read_structures",
     "scores",
 ]

@@ -161,6 +161,9 @@ class Potential(Perturbed, Method):
         assert isinstance(folded, Backbone)
         return folded
 
+    def member(self, number: int, *, seed: int = 0) -> Backbone:
+        return self.fold(sample=number, seed=seed)
+
 
 @overload
 def perturb(module: Backbone, *, noise_dim: int = 32, sites: Sites | None = None) -> Potential: ...

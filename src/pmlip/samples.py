@@ -8,6 +8,11 @@ from torch import Tensor
 
 PER_ATOM = ("forces", "positions")  # outputs with one row per atom; all others have one row per system
 
+UNTRAINED = (
+    "the noise of this model was never trained (its noise weights are all zero), so its samples say nothing about its "
+    "uncertainty; fine-tune it first, or use `predict`"
+)
+
 
 @dataclass(frozen=True, eq=False)
 class Outputs(Mapping[str, Tensor]):
@@ -77,10 +82,7 @@ class Samples(Outputs):
         if self.count < 2:
             raise ValueError(f"a spread needs at least 2 samples, got samples={self.count}")
         if not self.trained:
-            raise ValueError(
-                "the noise of this model was never trained (its noise weights are all zero), so its samples "
-                "say nothing about its uncertainty; fine-tune it first, or use `predict`"
-            )
+            raise ValueError(UNTRAINED)
         return Outputs({name: value.std(0) for name, value in self.items()}, self.system)
 
     def subset(self, samples: int) -> "Samples":

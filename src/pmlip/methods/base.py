@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pmlip import checkpoint
 from pmlip.backbones.base import Backbone, Graph
 from pmlip.chunks import ChunkSize, run_in_chunks
-from pmlip.samples import Outputs, Samples
+from pmlip.samples import UNTRAINED, Outputs, Samples
 from pmlip.structures import StructureError, as_structures, system_index
 
 Progress = Callable[[int, int], None]
@@ -62,6 +62,20 @@ class Method(nn.Module, ABC):
     def penalty(self) -> Tensor | None:
         """What the loss holds besides the score of the samples, for the last call of `forward`."""
         return None
+
+    def member(self, number: int, *, seed: int = 0) -> Backbone:
+        """Sample `number` of this seed as an ordinary potential, where a sample is one."""
+        raise ValueError(
+            f"a sample of {type(self).__name__} is no potential: its noise belongs to the rows of a batch, so there is "
+            "no function to hand out"
+        )
+
+    def check_spread(self) -> None:
+        """Refuse to be asked for an uncertainty where there is none."""
+        if self.fixed_samples == 1:
+            raise ValueError("this model gives one answer and no spread; use model.backbone.calculator()")
+        if not self.trained:
+            raise ValueError(UNTRAINED)
 
     def sample(
         self,

@@ -30,6 +30,9 @@ class Ensemble(StoredMethod):
     def parts(self) -> Sequence[Method]:
         return list(self.members)  # type: ignore[arg-type]  # a ModuleList does not say of what
 
+    def member(self, number: int, *, seed: int = 0) -> Backbone:
+        return self.parts()[number].backbone
+
     def draw(self, samples: int, *, seed: int = 0) -> Tensor:
         if samples != len(self.members):
             raise ValueError(f"an ensemble of {len(self.members)} members has as many samples, not {samples}")

@@ -1,0 +1,210 @@
+import ase.db
+import numpy as np
+import pytest
+import torch
+from ase import Atoms, units
+from ase.calculators.calculator import PropertyNotImplementedError
+from ase.constraints import FixAtoms
+from ase.filters import FrechetCellFilter
+from ase.io import read, write
+from ase.md.velocitydistribution import thermalize_momenta
+from ase.md.verlet import VelocityVerlet
+from ase.mep import NEB
+from ase.optimize import BFGS, FIRE
+
+import pmlip
+from conftest import randomise_noise
+from pmlip import methods
+from pmlip.calculator import PER_ATOM, PER_STRUCTURE, PMLIPCalculator, Recorder
+from tiny import tiny_backbone
+
+WATER = Atoms("OH2", [[0, 0, 0], [0, 0.76, 0.59], [0, -0.76, 0.59]])
+
+
+@pytest.fixture
+def model():
+    return randomise_noise(pmlip.perturb(tiny_backbone()))
+
+
+def water(model, **options):
+    atoms = WATER.copy()
+    atoms.calc = PMLIPCalculator(model, **{"samples": 5, "seed": 3, **options})
+    return atoms
+
+
+def test_results_are_mean_and_spread_of_the_samples(model):
+    atoms = water(model, ensembles=True)
+    drawn = model.sample(WATER, samples=5, seed=3)
+    results = (atoms.get_potential_energy(), atoms.calc.results)[1]
+    np.testing.assert_allclose(results["energy"], drawn.energy[:, 0].mean())
+    np.testing.assert_allclose(results["energy_uncertainty"], drawn.energy[:, 0].std())
+    np.testing.assert_allclose(results["forces"], drawn.forces.mean(0))
+    np.testing.assert_allclose(results["forces_uncertainty"], drawn.forces.std(0))
+    np.testing.assert_allclose(results["forces_ensemble"], drawn.forces)
+    np.testing.assert_allclose(results["energy_var"], results["energy_uncertainty"] ** 2)
+    assert results["forces_comm"] is results["forces_ensemble"]
+    assert results["max_atom_uncertainty"] == results["atom_uncertainty"].max()
+    assert results["free_energy"] == results["energy"]
+
+
+def test_the_prediction_without_noise_on_request(model):
+    atoms = water(model, point="zero")
+    np.testing.assert_allclose(atoms.get_forces(), model.predict(WATER).forces)
+    np.testing.assert_allclose(
+        atoms.calc.results["forces_uncertainty"], model.sample(WATER, samples=5, seed=3).spread.forces
+    )
+
+
+def test_the_uncertainty_of_an_atom_is_the_same_in_every_frame(model):
+    atoms, turned = water(model), water(model)
+    turned.rotate(70, (1, 2, 3))
+    atoms.get_forces(), turned.get_forces()
+    np.testing.assert_allclose(atoms.calc.results["atom_uncertainty"], turned.calc.results["atom_uncertainty"])
+    assert not np.allclose(atoms.calc.results["forces_uncertainty"], turned.calc.results["forces_uncertainty"])
+
+
+def test_what_is_not_there_is_not_promised(model):
+    atoms = water(model)
+    with pytest.raises(PropertyNotImplementedError):
+        atoms.get_stress()
+    with pytest.raises(PropertyNotImplementedError):
+        atoms.calc.get_property("dipole", atoms)
+
+
+def test_export_properties_holds_what_ase_knows(model):
+    atoms = water(model)
+    atoms.get_forces()
+    known = {"energy", "free_energy", "forces"}
+    assert set(atoms.calc.export_properties()) == {*known, "natoms"}
+    assert set(atoms.calc.calculate_properties(atoms, ["energy"])) == {*known, "natoms"}
+
+
+def test_members_are_ordinary_calculators_of_the_samples(model):
+    atoms = water(model)
+    drawn = model.sample(WATER, samples=5, seed=3)
+    for k, calculator in enumerate(atoms.calc.members()):
+        np.testing.assert_allclose(calculator.get_forces(WATER.copy()), drawn.forces[k])
+
+
+def test_a_file_of_a_model_will_do(tmp_path):
+    pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
+    original = randomise_noise(pmlip.perturb(pmlip.load_backbone("chgnet")), scale=0.03)
+    original.save(tmp_path / "model.pt")
+    forces = [water(given).get_forces() for given in (original, tmp_path / "model.pt")]
+    np.testing.assert_allclose(*forces, atol=1e-5)
+
+
+def test_ensembles_have_members_and_row_noise_has_none():
+    ensemble = methods.make("ensemble", tiny_backbone(), members=3)
+    for number, part in enumerate(ensemble.parts()):
+        with torch.no_grad():
+            part.backbone.module.force.weight.mul_(1 + 0.1 * number)
+    atoms = water(ensemble)
+    assert atoms.calc.samples == 3
+    assert atoms.get_forces().shape == (3, 3)
+    assert len(atoms.calc.members()) == 3
+    blip = water(methods.make("blip", tiny_backbone()))
+    assert blip.get_forces().shape == (3, 3)
+    with pytest.raises(ValueError, match="a sample of BLIP is no potential"):
+        blip.calc.members()
+
+
+@pytest.mark.parametrize("form", ["extxyz", "traj", "db"])
+def test_uncertainties_survive_the_file(model, tmp_path, form):
+    atoms, path = water(model), tmp_path / f"md.{form}"
+    record = Recorder(atoms, path)
+    for _ in range(2):
+        record()
+        atoms.rattle(0.01)
+    expected = water(model)
+    expected.get_forces()
+    if form == "db":
+        row = next(ase.db.connect(path).select("max_atom_uncertainty>0"))
+        found = {**row.key_value_pairs, **row.data}
+        assert len(list(ase.db.connect(path).select())) == 2
+    else:
+        frames = read(path, ":")
+        assert len(frames) == 2
+        found = {**frames[0].info, **frames[0].arrays}
+        np.testing.assert_allclose(frames[0].get_forces(), expected.get_forces(), atol=1e-7)
+    for name in (*PER_ATOM, *PER_STRUCTURE):
+        if name in expected.calc.results:
+            np.testing.assert_allclose(found[name], expected.calc.results[name], atol=1e-7)
+
+
+def test_an_annotated_structure_is_labelled_and_a_copy(model, tmp_path):
+    atoms = water(model)
+    carrier = atoms.calc.annotate(atoms)
+    assert "atom_uncertainty" not in atoms.arrays
+    write(tmp_path / "one.extxyz", carrier)
+    structures, found = pmlip.read_structures(tmp_path / "one.extxyz")
+    np.testing.assert_allclose(pmlip.labels(structures).forces, atoms.get_forces(), atol=1e-7)
+    assert set(found.labels) == {"energy", "forces"}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda model: PMLIPCalculator(pmlip.perturb(tiny_backbone())), "was never trained"),
+        (
+            lambda model: PMLIPCalculator(methods.make("deterministic", tiny_backbone())),
+            "gives one answer and no spread",
+        ),
+        (lambda model: PMLIPCalculator(model, samples=1), "a spread needs at least 2 samples, got samples=1"),
+        (lambda model: PMLIPCalculator(model, point="median"), "point must be one of mean, zero, got 'median'"),
+        (lambda model: Recorder(WATER, "md.extxyz"), "must have a PMLIPCalculator, got NoneType"),
+        (lambda model: Recorder(water(model), "md.pdb"), "uncertainties are written to .extxyz, .xyz, .traj, .db"),
+    ],
+)
+def test_bad_input_is_refused(model, make, message):
+    with pytest.raises(ValueError, match=message):
+        make(model)
+
+
+@pytest.fixture(scope="module")
+def quartz():
+    """Real quartz, and a CHGNet whose samples differ by about 0.2 eV/Å."""
+    pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
+    from pmlip.demo import quartz
+
+    model = randomise_noise(pmlip.perturb(pmlip.load_backbone("chgnet")), scale=0.03)
+    return quartz()["train"][0], model
+
+
+def test_relaxation_with_a_cell_filter_and_a_constraint(quartz):
+    structure, model = quartz
+    atoms = structure.copy()
+    atoms.set_constraint(FixAtoms([0]))
+    fixed = atoms.get_scaled_positions()[0]
+    atoms.calc = PMLIPCalculator(model, samples=2)
+    assert BFGS(FrechetCellFilter(atoms), logfile=None).run(fmax=0.25, steps=25)
+    assert np.abs(atoms.get_forces()).max() < 0.25
+    assert "stress_uncertainty" in atoms.calc.results
+    assert not np.allclose(atoms.cell, structure.cell)
+    np.testing.assert_allclose(atoms.get_scaled_positions()[0], fixed, atol=1e-6)
+
+
+def test_the_energy_is_conserved_by_the_mean_and_by_a_folded_sample(quartz):
+    structure, model = quartz
+    calculator = PMLIPCalculator(model, samples=2)
+    for calc in (calculator, calculator.members()[0]):
+        atoms = structure.copy()
+        atoms.calc = calc
+        thermalize_momenta(atoms, 300, rng=np.random.default_rng(0))
+        dynamics = VelocityVerlet(atoms, 1 * units.fs)
+        energies = []
+        dynamics.attach(lambda atoms=atoms, energies=energies: energies.append(atoms.get_total_energy()))
+        dynamics.run(40)
+        kinetic = atoms.get_kinetic_energy()
+        assert np.ptp(energies) < 0.02 * kinetic
+
+
+def test_a_nudged_elastic_band(model):
+    images = [water(model) for _ in range(4)]
+    images[-1].positions[1:] = WATER.positions[[2, 1]]
+    band = NEB(images, method="improvedtangent")
+    band.interpolate(method="linear")
+    before = band.get_forces()
+    FIRE(band, logfile=None).run(fmax=0.01, steps=3)
+    assert np.isfinite(before).all()
+    assert not np.allclose(before, band.get_forces())
