@@ -61,15 +61,24 @@ class Checkpoint:
     settings: Mapping[str, Any]
     state: Mapping[str, Tensor]
     versions: Mapping[str, str]  # of pmlip and torch when it was written
+    record: Mapping[str, Any]  # how the model was trained and calibrated
 
 
-def write(path: str | Path, *, origin: Origin, settings: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+def write(
+    path: str | Path,
+    *,
+    origin: Origin,
+    settings: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+    record: Mapping[str, Any] | None = None,
+) -> None:
     content = {
         "format": "pmlip",
         "version": FORMAT_VERSION,
         "origin": asdict(origin),
         "settings": dict(settings),
         "state": dict(state),
+        "record": dict(record or {}),
         "versions": {"pmlip": version("pmlip"), "torch": str(torch.__version__)},
     }
     with atomic_write(path) as file:
@@ -92,4 +101,10 @@ def read(path: str | Path) -> Checkpoint:
             f"{path} has format {content['version']}, written by pmlip {content['versions']['pmlip']}; this one "
             f"reads up to format {FORMAT_VERSION}: pip install --upgrade pmlip"
         )
-    return Checkpoint(Origin(**content["origin"]), content["settings"], content["state"], content["versions"])
+    return Checkpoint(
+        Origin(**content["origin"]),
+        content["settings"],
+        content["state"],
+        content["versions"],
+        content.get("record", {}),  # the first files had none
+    )

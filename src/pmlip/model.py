@@ -28,6 +28,7 @@ class Perturbed(nn.Module):
     def __init__(self, backbone: nn.Module, sites: tuple[Site, ...], noise_dim: int) -> None:
         super().__init__()
         self.origin = checkpoint.Origin.of(backbone)
+        self.record: dict[str, Any] = {}  # how it was trained and calibrated, for its file
         self.sites = sites
         self.noise = noise.Noise(noise_dim).to(next(backbone.parameters()))
         self.backbone = copy.deepcopy(backbone)
@@ -107,6 +108,7 @@ class Perturbed(nn.Module):
                 ],
             },
             state=self.state_dict(),
+            record=self.record,
         )
 
 
@@ -163,6 +165,11 @@ class Potential(Perturbed, Method):
 
     def member(self, number: int, *, seed: int = 0) -> Backbone:
         return self.fold(sample=number, seed=seed)
+
+    @torch.no_grad()
+    def scale_spread(self, factor: float) -> None:
+        """Scale W_z, so that each sample stays a potential; the spread follows as far as the response is linear."""
+        self.noise.mixing.mul_(factor)
 
 
 @overload
@@ -224,6 +231,7 @@ def load(
     except RuntimeError as error:
         first = str(error).splitlines()[1].strip()
         raise checkpoint.CheckpointError(f"the weights in {path} do not fit this backbone: {first}") from error
+    model.record = dict(content.record)  # type: ignore[assignment]  # not a part of the network
     return model.to(device)
 
 

@@ -26,6 +26,7 @@ class Method(nn.Module, ABC):
     backbone: Backbone
     trains_on_samples = False  # whether its loss is of K samples; otherwise of one
     fixed_samples: int | None = None  # how many samples there are, where that is not free
+    record: dict[str, Any]  # how it was trained and calibrated, for its file
 
     @abstractmethod
     def draw(self, samples: int, *, seed: int = 0) -> Tensor:
@@ -69,6 +70,10 @@ class Method(nn.Module, ABC):
             f"a sample of {type(self).__name__} is no potential: its noise belongs to the rows of a batch, so there is "
             "no function to hand out"
         )
+
+    def scale_spread(self, factor: float) -> None:
+        """Make the spread larger or smaller by about this factor; the prediction without noise stays as it is."""
+        raise ValueError(f"the spread of {type(self).__name__} cannot be scaled after training")
 
     def check_spread(self) -> None:
         """Refuse to be asked for an uncertainty where there is none."""
@@ -151,6 +156,7 @@ class StoredMethod(Method):
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
         self.origin = checkpoint.Origin.of(backbone)
+        self.record: dict[str, Any] = {}
 
     def settings(self) -> dict[str, Any]:
         """The options it was made with."""
@@ -158,7 +164,7 @@ class StoredMethod(Method):
 
     def save(self, path: str | Path) -> None:
         settings = {"method": self.name, "options": self.settings()}
-        checkpoint.write(path, origin=self.origin, settings=settings, state=self.state_dict())
+        checkpoint.write(path, origin=self.origin, settings=settings, state=self.state_dict(), record=self.record)
 
 
 class WrappedMethod(StoredMethod):

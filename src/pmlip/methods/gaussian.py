@@ -29,6 +29,9 @@ class Gaussian(WrappedMethod):
     def trained(self) -> bool:
         return bool(self.widths.any())
 
+    def scale_spread(self, factor: float) -> None:
+        self.widths *= factor
+
     def force_units(self, graph: Graph, forces: Tensor) -> Tensor:
         """What the width of each force component is a multiple of, (atom, 1)."""
         raise NotImplementedError

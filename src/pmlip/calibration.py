@@ -1,0 +1,122 @@
+"""After training: one factor for the spread, fitted on validation data, and intervals of guaranteed coverage."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from ase import Atoms
+from scipy.optimize import minimize_scalar
+from torch import Tensor
+
+from pmlip import metrics
+from pmlip.methods.base import Method, Progress
+from pmlip.scores import fair_crps
+from pmlip.structures import as_structures, labels
+
+ROUNDS = 5  # of fitting and scaling, at most
+SMALLEST = 0.02  # no factor is smaller
+CLOSE = 0.01  # a factor this near to 1 changes nothing
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was done to the spread of the forces."""
+
+    factor: float  # on the noise
+    crps: tuple[float, float]  # eV/Å, on the validation data before and after
+    ssr: tuple[float, float]
+    level: float  # of the conformal intervals
+    conformal: float | None  # they are mean ± this times sigma; None: too few structures for that level
+    structures: int
+
+
+def best_factor(samples: Tensor, target: Tensor) -> float:
+    """The factor f with the smallest CRPS of mean + f (sample - mean); samples (sample, ...), at least 3 of them.
+
+    The mean of K samples is not the true one: it is off by spread / sqrt(K), and nearer to the samples. For a normal
+    law the square of the factor about the true mean is (1 - 1/K)(1 - 2/K) f^2 - 1/K, which is what is returned.
+    """
+    count = len(samples)
+    if count < 3:
+        raise ValueError(f"to fit a factor, at least 3 samples are needed, got samples={count}")
+    mean = samples.mean(0)
+    around = samples - mean
+
+    def crps(log_factor: float) -> float:
+        return float(fair_crps(mean + float(np.exp(log_factor)) * around, target).mean())
+
+    fitted = float(np.exp(minimize_scalar(crps, bounds=(-4, 4), method="bounded").x))
+    return math.sqrt(max((1 - 1 / count) * (1 - 2 / count) * fitted**2 - 1 / count, SMALLEST**2))
+
+
+def conformal_factor(scores: np.ndarray, system: np.ndarray, *, level: float = LEVEL) -> float | None:
+    """q such that the score of an entry of a new structure is at most q with this probability, whatever the model.
+
+    scores (entry,), such as |error| / sigma, of structures that are exchangeable with the new one; the entries of one
+    structure may depend on each other. Each structure has weight 1 / (n + 1), spread over its entries, and the new one
+    the last (Lee, Barber and Willett 2023). None: the level needs more structures than there are.
+    """
+    if not 0 < level < 1:
+        raise ValueError(f"the level of an interval lies between 0 and 1, got {level}")
+    _, place, counts = np.unique(system, return_inverse=True, return_counts=True)
+    order = np.argsort(scores)
+    reached = np.cumsum(1 / counts[place[order]]) / (len(counts) + 1)
+    # sums of fractions miss a level they reach exactly by a rounding error
+    position = int(np.searchsorted(reached, level - 1e-12))
+    return float(scores[order[position]]) if position < len(scores) else None
+
+
+def calibrate(
+    model: Method,
+    valid: Sequence[Atoms],
+    *,
+    samples: int = 32,
+    seed: int = 0,
+    level: float = LEVEL,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Scale the spread of a model in place, by the factor with the smallest CRPS of the forces of these structures.
+
+    The factor acts on the noise (or on the width of a Gaussian), so that samples stay potentials, with one factor for
+    energies, forces and stress. Since the response to noise is not quite linear, it is fitted again after each change.
+    """
+    listed = as_structures(valid)
+    model.check_spread()
+    target = labels(listed).forces
+    if not bool(target.isfinite().all()):
+        raise ValueError("the spread is fitted to forces, and not every structure carries them")
+    factor = 1.0
+    scored: list[tuple[float, float]] = []
+    for round_of in range(ROUNDS):
+        drawn = model.sample(listed, samples=model.fixed_samples or samples, seed=seed)
+        forces, mean, spread = drawn.forces.double(), drawn.mean.forces.double(), drawn.spread.forces.double()
+        scored.append(
+            (
+                float(fair_crps(forces, target).mean()),
+                metrics.spread_skill_ratio(mean, spread, target, drawn.count),
+            )
+        )
+        if progress:
+            progress(round_of + 1, ROUNDS)
+        step = best_factor(forces, target)
+        if abs(step - 1) < CLOSE or round_of == ROUNDS - 1:
+            break
+        model.scale_spread(step)
+        factor *= step
+    moving = spread > 0  # symmetry fixes the others
+    scores = (
+        (mean - target).abs()[moving] / torch.from_numpy(metrics.predictive_sigma(spread[moving], drawn.count))
+    ).numpy()
+    system = drawn.system[:, None].expand_as(moving)[moving].numpy()
+    (crps_before, ssr_before), (crps_after, ssr_after) = scored[0], scored[-1]
+    return Calibration(
+        factor,
+        (crps_before, crps_after),
+        (ssr_before, ssr_after),
+        level,
+        conformal_factor(scores, system, level=level),
+        len(listed),
+    )

@@ -1,0 +1,93 @@
+import numpy as np
+import pytest
+import torch
+from ase import Atoms
+from ase.calculators.singlepoint import SinglePointCalculator
+
+import pmlip
+from conftest import randomise_noise
+from pmlip import methods
+from pmlip.calibration import best_factor, calibrate, conformal_factor
+from tiny import tiny_backbone
+
+
+@pytest.mark.parametrize("width", [0.4, 1.0, 3.0])
+@pytest.mark.parametrize("count", [3, 8, 32])
+def test_the_best_factor_undoes_a_wrong_width_at_every_k(width, count):
+    generator = torch.Generator().manual_seed(0)
+    samples = width * torch.randn(count, 20000, generator=generator, dtype=torch.float64)
+    target = torch.randn(20000, generator=generator, dtype=torch.float64)
+    assert best_factor(samples, target) == pytest.approx(1 / width, rel=0.03)
+    with pytest.raises(ValueError, match="at least 3 samples are needed, got samples=2"):
+        best_factor(samples[:2], target)
+
+
+def test_conformal_intervals_cover_new_structures_as_promised():
+    """Errors that are shared within a structure, and structures of different size."""
+    random = np.random.default_rng(0)
+
+    def structure():
+        size = random.integers(1, 30)
+        return np.abs(random.standard_t(3) + 0.3 * random.normal(size=size)) * random.uniform(0.5, 2)
+
+    covered = []
+    for _ in range(2000):
+        known = [structure() for _ in range(24)]
+        system = np.repeat(np.arange(24), [len(scores) for scores in known])
+        factor = conformal_factor(np.concatenate(known), system, level=0.8)
+        covered.append((structure() <= factor).mean())
+    assert 0.79 < np.mean(covered) < 0.87
+
+
+def test_a_level_needs_enough_structures():
+    scores = np.arange(19.0)
+    assert conformal_factor(scores, np.arange(19), level=0.95) == 18  # the largest of 19: exactly 19 / 20
+    assert conformal_factor(scores[:18], np.arange(18), level=0.95) is None
+    with pytest.raises(ValueError, match=r"lies between 0 and 1, got 1\.5"):
+        conformal_factor(scores, np.arange(19), level=1.5)
+
+
+def labelled_by_its_own_samples(model, count=100):
+    """Each structure labelled by another sample, so that the model is calibrated for them."""
+    structures = []
+    for index in range(count):
+        atoms = Atoms("OHOH", [[0, 0, 0], [1, 0, 0], [0, 1.5, 0], [0, 1.5, 1]])
+        atoms.positions += np.random.default_rng(index).normal(scale=0.1, size=(4, 3))
+        drawn = model.sample(atoms, samples=1, seed=1000 + index)
+        atoms.calc = SinglePointCalculator(atoms, energy=float(drawn.energy[0, 0]), forces=drawn.forces[0].numpy())
+        structures.append(atoms)
+    return structures
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_calibration_finds_the_noise_that_made_the_labels(factor, tmp_path):
+    model = randomise_noise(pmlip.perturb(tiny_backbone()), scale=0.1)
+    structures = labelled_by_its_own_samples(model)
+    point = model.predict(structures).forces
+    model.scale_spread(1 / factor)
+    found = calibrate(model, structures, samples=200)
+    assert found.factor == pytest.approx(factor, rel=0.15)
+    assert found.crps[1] < found.crps[0]
+    assert abs(np.log(found.ssr[1])) < abs(np.log(found.ssr[0]))
+    assert 1 < found.conformal < 5
+    torch.testing.assert_close(model.predict(structures).forces, point)
+    # samples of the scaled model are still potentials, and its file holds the scale
+    again = (model.save(tmp_path / "scaled.pt"), pmlip.load(tmp_path / "scaled.pt", backbone=tiny_backbone()))[1]
+    expected = model.sample(structures[0], samples=3).forces
+    torch.testing.assert_close(again.sample(structures[0], samples=3).forces, expected)
+    atoms = structures[0].copy()
+    np.testing.assert_allclose(model.member(2).calculator().get_forces(atoms), expected[2])
+
+
+def test_what_cannot_be_calibrated_is_refused():
+    model = pmlip.perturb(tiny_backbone())
+    structures = labelled_by_its_own_samples(model, 2)
+    with pytest.raises(ValueError, match="was never trained"):
+        calibrate(model, structures)
+    randomise_noise(model)
+    del structures[1].calc.results["forces"]
+    with pytest.raises(ValueError, match="not every structure carries them"):
+        calibrate(model, structures)
+    blip = methods.make("blip", tiny_backbone())
+    with pytest.raises(ValueError, match="the spread of BLIP cannot be scaled after training"):
+        calibrate(blip, structures[:1])
