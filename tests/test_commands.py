@@ -171,3 +171,98 @@ def test_every_setting_has_its_meaning_in_the_help():
     options = {option.name: option.help for option in get_command(app).commands["finetune"].params}
     for name in FinetuneConfig.__dataclass_fields__:
         assert options[name]
+
+
+def test_predict_annotates_structures(finetuned, tmp_path):
+    out, _ = finetuned
+    write(tmp_path / "four.extxyz", read(QUARTZ, index=":4"))
+    arguments = ["predict", out / "model.pt", tmp_path / "four.extxyz", "--samples", "3"]
+    result = invoke(*arguments, "--out", tmp_path / "out.extxyz", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["structures"] == 4
+    found = read(tmp_path / "out.extxyz", index=":")
+    assert all(atoms.arrays["atom_uncertainty"].min() > 0 for atoms in found)
+    assert all({"REF_energy", "stress_uncertainty"} <= atoms.info.keys() for atoms in found)
+    again = invoke(*arguments, "--out", tmp_path / "out.extxyz")
+    assert again.exit_code == 2
+    assert "exists already" in " ".join(again.stderr.split())
+
+
+def test_info_tells_what_a_model_is(finetuned, tmp_path):
+    out, _ = finetuned
+    record = json.loads(invoke("info", out / "model.pt", "--json").stdout)
+    assert record["backbone"] == "chgnet:0.3.0"
+    assert record["train"] == {"file": "quartz_pbe.extxyz", "structures": 6}
+    assert record["config"]["epochs"] == 1
+    assert record["validation"]["forces"] > 0
+    assert record["versions"]["pmlip"]
+    shown = " ".join(invoke("info", out / "model.pt").output.split())
+    assert "chgnet:0.3.0" in shown
+    assert "quartz_pbe.extxyz" in shown
+    refused = invoke("info", QUARTZ)
+    assert refused.exit_code == 2
+    assert "is damaged or was not written by pmlip" in " ".join(refused.stderr.split())
+
+
+def test_fold_writes_a_file_of_the_package_itself(finetuned, tmp_path):
+    from chgnet.model.dynamics import CHGNetCalculator
+    from chgnet.model.model import CHGNet
+
+    out, _ = finetuned
+    result = invoke("fold", out / "model.pt", "--sample", "2", "--out", tmp_path / "sample.pth.tar")
+    assert result.exit_code == 0, result.output
+    atoms = read(QUARTZ, index=0)
+    expected = pmlip.load(out / "model.pt").sample(atoms, samples=3).forces[2]
+    plain = CHGNetCalculator(CHGNet.from_file(tmp_path / "sample.pth.tar"), use_device="cpu")
+    np.testing.assert_allclose(plain.get_forces(atoms.copy()), expected, atol=1e-4)
+
+
+def test_calibrate_stores_the_scale(finetuned, tmp_path):
+    out, _ = finetuned
+    write(tmp_path / "valid.extxyz", read(QUARTZ, index=":3"))
+    arguments = [out / "model.pt", tmp_path / "valid.extxyz", "--samples", "4", "--out", tmp_path / "scaled.pt"]
+    result = invoke("calibrate", *arguments)
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    assert "The spread was scaled by" in said
+    assert "need more than 3 structures" in said
+    calibration = json.loads(invoke("info", tmp_path / "scaled.pt", "--json").stdout)["calibration"]
+    assert calibration["data"] == "valid.extxyz"
+    before, after = (pmlip.load(file).noise.mixing for file in (out / "model.pt", tmp_path / "scaled.pt"))
+    torch.testing.assert_close(after, calibration["factor"] * before)
+
+
+def test_a_settings_file_and_flags_mean_the_same(tmp_path):
+    (tmp_path / "short.toml").write_text(
+        f'train = "{QUARTZ}"\nbackbone = "chgnet"\ncount = 6\nepochs = 3\nbatch = 3\nnoise-rate = 0.05\n'
+    )
+    by_file = invoke("finetune", "--settings", tmp_path / "short.toml", "--epochs", "2", "--dry-run", "--out", "x")
+    by_flags = invoke(
+        *("finetune", QUARTZ, "--count", "6", "--epochs", "2", "--batch", "3", "--noise-rate", "0.05"),
+        *("--dry-run", "--out", "x"),
+    )
+    assert by_file.exit_code == by_flags.exit_code == 0, by_file.output
+    settings, timing = by_file.output.rsplit("#", 1)
+    assert settings == by_flags.output.rsplit("#", 1)[0]
+    assert "epochs = 2" in settings
+    assert "noise_rate = 0.05" in settings
+    assert "4 steps of" in timing
+    (tmp_path / "printed.toml").write_text("\n".join(line for line in settings.splitlines() if " = " in line))
+    again = invoke("finetune", "--settings", tmp_path / "printed.toml", "--dry-run")
+    assert again.output.rsplit("#", 1)[0] == settings
+    assert not Path("x").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epoch = 2", "there is no setting 'epoch'; allowed: train, backbone"),
+        ("epochs = ", "is not TOML"),
+        ('epochs = "many"', "unable to parse string as an integer"),
+    ],
+)
+def test_a_wrong_settings_file_is_refused(tmp_path, text, message):
+    (tmp_path / "wrong.toml").write_text(text)
+    result = invoke("finetune", QUARTZ, "--settings", tmp_path / "wrong.toml")
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())

@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import json
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from pmlip.hints import did_you_mean
 from pmlip.training import FinetuneConfig
 
 app = typer.Typer(
@@ -23,6 +25,46 @@ bench = typer.Typer(no_args_is_help=True, help="Benchmarks; each writes result f
 app.add_typer(bench, name="bench")
 
 BAD_INPUT = 2
+
+Model = Annotated[Path, typer.Argument(help="A model that finetune wrote.")]
+Weights = Annotated[Path | None, typer.Option(help="Local file of the backbone's weights.")]
+Trust = Annotated[bool, typer.Option(help="Load weights that are a pickle, which can execute code.")]
+EnergyKey = Annotated[str | None, typer.Option(help="Name of the energies; found by itself if common.")]
+ForcesKey = Annotated[str | None, typer.Option(help="Name of the forces.")]
+StressKey = Annotated[str | None, typer.Option(help="Name of the stresses or virials.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
+    """Take what a TOML file says for what the command line does not say."""
+    if path is None:
+        return None
+    with _bad_input():
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file {path}")
+        try:
+            content = tomllib.loads(path.read_text())
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not TOML: {error}") from error
+        given = {name.replace("-", "_"): value for name, value in content.items()}
+        allowed = [str(parameter.name) for parameter in context.command.params if parameter.name != "settings_file"]
+        for name in given:
+            if name not in allowed:
+                hint = did_you_mean(name, allowed)
+                raise ValueError(f"{path}: there is no setting {name!r}; allowed: {', '.join(allowed)}{hint}")
+    context.default_map = {**(context.default_map or {}), **given}
+    return path
+
+
+SettingsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--settings",
+        callback=_read_settings,
+        is_eager=True,
+        help="TOML file of options, under the names they have here; the command line has the last word.",
+    ),
+]
 
 
 @app.command()
@@ -68,17 +110,21 @@ def finetune(
     train: Annotated[Path, typer.Argument(help="Structures with DFT labels: extxyz, ase.db, npz.")],
     backbone: Annotated[str, typer.Option(help="chgnet, orb:orb_v3_direct_20_omat, sevenn:7net-0, mace.")] = "chgnet",
     *,
-    weights: Annotated[Path | None, typer.Option(help="Local file of the backbone's weights.")] = None,
-    trust: Annotated[bool, typer.Option(help="Load weights that are a pickle, which can execute code.")] = False,
+    weights: Weights = None,
+    trust: Trust = False,
     valid: Annotated[Path | None, typer.Option(help="Validation structures; by default a tenth of TRAIN.")] = None,
     method: Annotated[str, typer.Option(help="p, or a baseline: deterministic, ensemble, blip, ...")] = "p",
     option: Annotated[list[str] | None, typer.Option(help="Option of the method, as members=5; repeatable.")] = None,
     count: Annotated[int | None, typer.Option(min=1, help="Train on so many structures, chosen by the seed.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the model and the state of the run.")] = Path("pmlip-model"),
-    energy_key: Annotated[str | None, typer.Option(help="Name of the energies; found by itself if common.")] = None,
-    forces_key: Annotated[str | None, typer.Option(help="Name of the forces.")] = None,
-    stress_key: Annotated[str | None, typer.Option(help="Name of the stresses or virials.")] = None,
+    energy_key: EnergyKey = None,
+    forces_key: ForcesKey = None,
+    stress_key: StressKey = None,
     tensorboard: Annotated[bool, typer.Option(help="Write curves for TensorBoard to OUT/tensorboard.")] = False,
+    settings_file: SettingsFile = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print all settings as TOML and the time of a step; train nothing.")
+    ] = False,
     **settings: Any,
 ) -> None:
     """Fine-tune a pretrained potential on your DFT data, so that it tells how sure it is.
@@ -88,11 +134,11 @@ def finetune(
 
     Example: pmlip finetune silica.extxyz --backbone chgnet --epochs 20 --out p-chgnet
     """
-    from pmlip.commands import run_finetune
+    from pmlip.commands.finetune import run
 
     with _bad_input():
         keys = {"energy_key": energy_key, "forces_key": forces_key, "stress_key": stress_key}
-        run_finetune(
+        run(
             train,
             valid,
             keys=keys,
@@ -105,6 +151,7 @@ def finetune(
             config=FinetuneConfig(**settings),
             out=out,
             tensorboard=tensorboard,
+            dry_run=dry_run,
         )
 
 
@@ -123,7 +170,7 @@ def _options(pairs: list[str]) -> dict[str, float | int]:
 
 @app.command()
 def evaluate(
-    model: Annotated[Path, typer.Argument(help="A model that finetune wrote.")],
+    model: Model,
     data: Annotated[Path, typer.Argument(help="Structures with DFT labels that it was not trained on.")],
     *,
     unseen: Annotated[list[Path] | None, typer.Option(help="Out-of-distribution structures; repeatable.")] = None,
@@ -131,22 +178,23 @@ def evaluate(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the samples, and of --count.")] = 0,
     count: Annotated[int | None, typer.Option(min=1, help="Take so many structures of each file by chance.")] = None,
     exclude: Annotated[Path | None, typer.Option(help="Folder of a run whose structures are left out.")] = None,
-    weights: Annotated[Path | None, typer.Option(help="Local file of the backbone's weights.")] = None,
-    trust: Annotated[bool, typer.Option(help="Load weights that are a pickle, which can execute code.")] = False,
-    energy_key: Annotated[str | None, typer.Option(help="Name of the energies; found by itself if common.")] = None,
-    forces_key: Annotated[str | None, typer.Option(help="Name of the forces.")] = None,
-    stress_key: Annotated[str | None, typer.Option(help="Name of the stresses or virials.")] = None,
+    weights: Weights = None,
+    trust: Trust = False,
+    energy_key: EnergyKey = None,
+    forces_key: ForcesKey = None,
+    stress_key: StressKey = None,
     out: Annotated[Path | None, typer.Option(help="Write the scores to this JSON file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    settings_file: SettingsFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Score a model and its uncertainty on structures with labels.
 
     Example: pmlip evaluate p-chgnet/model.pt test.extxyz --samples 32
     """
-    from pmlip.commands import run_evaluate
+    from pmlip.commands.evaluate import run
 
     with _bad_input():
-        record = run_evaluate(
+        record = run(
             model,
             data,
             unseen or [],
@@ -160,8 +208,114 @@ def evaluate(
             out=out,
             console=Console(quiet=as_json),
         )
-        if as_json:
-            typer.echo(json.dumps(record, indent=2))
+    _print_json(record, as_json)
+
+
+@app.command()
+def predict(
+    model: Model,
+    data: Annotated[Path, typer.Argument(help="Structures: extxyz, ase.db, npz or what else ASE reads.")],
+    *,
+    out: Annotated[Path, typer.Option(help="Annotated extxyz file to write.")] = Path("predictions.extxyz"),
+    samples: Annotated[int, typer.Option(min=2, help="Samples K.")] = 16,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
+    weights: Weights = None,
+    trust: Trust = False,
+    settings_file: SettingsFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict energy, forces and stress of structures, with their uncertainties.
+
+    The file may be larger than memory. Run the same command again to go on after an interruption.
+
+    Example: pmlip predict p-chgnet/model.pt structures.extxyz --samples 16 --out predictions.extxyz
+    """
+    from pmlip.commands.predict import run
+
+    with _bad_input():
+        console = Console(quiet=as_json)
+        record = run(model, data, out=out, samples=samples, seed=seed, weights=weights, trust=trust, console=console)
+    _print_json(record, as_json)
+
+
+@app.command()
+def calibrate(
+    model: Model,
+    data: Annotated[Path, typer.Argument(help="Structures with DFT forces that it was not trained on.")],
+    *,
+    out: Annotated[Path, typer.Option(help="File of the scaled model.")] = Path("calibrated.pt"),
+    samples: Annotated[int, typer.Option(min=3, help="Samples K.")] = 32,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
+    level: Annotated[float, typer.Option(help="Probability of the conformal intervals.")] = 0.95,
+    weights: Weights = None,
+    trust: Trust = False,
+    energy_key: EnergyKey = None,
+    forces_key: ForcesKey = None,
+    stress_key: StressKey = None,
+    settings_file: SettingsFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Scale the spread of a model by one factor, so that it fits the errors on these structures.
+
+    Example: pmlip calibrate p-chgnet/model.pt valid.extxyz --out p-chgnet/calibrated.pt
+    """
+    from pmlip.commands.calibrate import run
+
+    with _bad_input():
+        record = run(
+            model,
+            data,
+            out=out,
+            keys={"energy_key": energy_key, "forces_key": forces_key, "stress_key": stress_key},
+            samples=samples,
+            seed=seed,
+            level=level,
+            weights=weights,
+            trust=trust,
+            console=Console(quiet=as_json),
+        )
+    _print_json(record, as_json)
+
+
+@app.command()
+def fold(
+    model: Model,
+    *,
+    out: Annotated[Path, typer.Option(help="File to write, in the format of the potential's own package.")],
+    sample: Annotated[int, typer.Option(min=0, help="Number of the sample.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
+    weights: Weights = None,
+    trust: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write one sample as an ordinary file of the potential's own package, which then needs no pmlip.
+
+    Example: pmlip fold p-chgnet/model.pt --sample 3 --out sample-3.pth.tar
+    """
+    from pmlip.commands.fold import run
+
+    with _bad_input():
+        console = Console(quiet=as_json)
+        record = run(model, out=out, sample=sample, seed=seed, weights=weights, trust=trust, console=console)
+    _print_json(record, as_json)
+
+
+@app.command()
+def info(model: Model, as_json: AsJson = False) -> None:
+    """Tell what a file of a model is: its backbone, data, settings, scores and versions.
+
+    Example: pmlip info p-chgnet/model.pt
+    """
+    from pmlip.commands.info import run
+
+    with _bad_input():
+        record = run(model, console=Console(quiet=as_json))
+    _print_json(record, as_json)
+
+
+def _print_json(record: Any, wanted: bool) -> None:
+    if wanted:
+        typer.echo(json.dumps(record, indent=2))
 
 
 @bench.command()
@@ -253,7 +407,7 @@ def silica(
         str, typer.Option(help="silica-pbe, a file with DFT labels, tan_silica:FILE or zeo22:FILE.")
     ] = "silica-pbe",
     backbone: Annotated[str, typer.Option(help="Backbone to fine-tune.")] = "chgnet",
-    weights: Annotated[Path | None, typer.Option(help="Local file of the backbone's weights.")] = None,
+    weights: Weights = None,
     test_data: Annotated[str | None, typer.Option(help="Test on this file, given as for --data.")] = None,
     unseen: Annotated[list[str] | None, typer.Option(help="Out-of-distribution structures; repeatable.")] = None,
     methods: Annotated[
@@ -299,8 +453,8 @@ def silica(
 @bench.command()
 def symmetry(
     backbone: Annotated[str, typer.Argument(help="Backbone, as for finetune.")],
-    weights: Annotated[Path | None, typer.Option(help="Local file of the backbone's weights.")] = None,
-    trust: Annotated[bool, typer.Option(help="Load weights that are a pickle, which can execute code.")] = False,
+    weights: Weights = None,
+    trust: Trust = False,
     out: Annotated[Path, typer.Option(help="Folder of the result file.")] = Path("benchmarks/results/symmetry"),
 ) -> None:
     """Measure how far a sample of a turned structure is from the turned sample.

@@ -58,12 +58,8 @@ def read_structures(
     minus the volume. An error names the file and the structure.
     """
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    if path.stat().st_size == 0:
-        raise ValueError(f"{path} is empty")
+    structures = list(iterate(path))
     try:
-        structures = _read(path)
         if not structures:
             raise ValueError("it holds no structures")
         given = {"energy": energy_key, "forces": forces_key, "stress": stress_key}
@@ -89,18 +85,31 @@ def read_structures(
     return labelled, Found(path, len(structures), dict(elements), (min(sizes), max(sizes)), found)
 
 
-def _read(path: Path) -> list[Atoms]:
-    if path.suffix == ".npz":
-        return list(_read_npz(path))
+def iterate(path: str | Path) -> Iterator[Atoms]:
+    """The structures of a file one by one, as they are in it: it may be larger than memory (but for npz)."""
+    path = Path(path)
+    _check_file(path)
     try:
-        if path.suffix == ".db":
+        if path.suffix == ".npz":
+            yield from _read_npz(path)
+        elif path.suffix == ".db":
             with ase.db.connect(path) as database:
-                return [row.toatoms(add_additional_information=True) for row in database.select()]
-        return list(iread(path, index=":"))
+                for row in database.select():
+                    yield row.toatoms(add_additional_information=True)
+        else:
+            yield from iread(path, index=":")
     except (UnknownFileTypeError, StopIteration) as error:
-        raise ValueError("ASE cannot tell its format; allowed are extxyz, ase.db, npz and ASE's formats") from error
-    except (OSError, IndexError, AttributeError, RuntimeError, TypeError) as error:
-        raise ValueError(f"ASE cannot read it: {error or type(error).__name__}") from error
+        allowed = "allowed are extxyz, ase.db, npz and ASE's formats"
+        raise ValueError(f"{path}: ASE cannot tell its format; {allowed}") from error
+    except (OSError, IndexError, AttributeError, RuntimeError, TypeError, ValueError, KeyError) as error:
+        raise ValueError(f"{path}: it cannot be read: {error or type(error).__name__}") from error
+
+
+def _check_file(path: Path) -> None:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty")
 
 
 def _read_npz(path: Path) -> Iterator[Atoms]:

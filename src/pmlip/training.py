@@ -1,6 +1,7 @@
 """Fine-tuning: one plain loop. It is deterministic, goes on where it was stopped, and runs on one process or many."""
 
 import contextlib
+import copy
 import json
 import math
 import signal
@@ -132,6 +133,20 @@ def finetune(
         runs.append(_Run(part, listed, held_out, own, place, fabric).to_the_end(show))
     model.finish(held_out)
     return runs[0] if len(runs) == 1 else replace(runs[0], seconds=sum(run.seconds for run in runs))
+
+
+def seconds_per_step(model: Method, train: Sequence[Atoms], config: FinetuneConfig) -> float:
+    """How long a step takes, the second one: the first pays for what happens once. The model stays as it is."""
+    from lightning_fabric import Fabric
+
+    part = copy.deepcopy(model.parts()[0])
+    fabric = Fabric(accelerator=next(part.parameters()).device.type, devices=1)
+    run = _Run(part, list(train), [], replace(config, offsets=False), None, fabric)
+    part.train()
+    run._train_step()
+    began = time.perf_counter()
+    run._train_step()
+    return time.perf_counter() - began
 
 
 class _Run:

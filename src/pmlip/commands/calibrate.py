@@ -1,0 +1,63 @@
+"""pmlip calibrate: the spread of a model scaled by one factor, fitted on structures it was not trained on."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pmlip import model
+from pmlip.calibration import calibrate
+from pmlip.commands.checks import check_structures, in_file
+from pmlip.progress import progress_bar
+from pmlip.reading import read_structures
+
+
+def run(
+    path: Path,
+    data: Path,
+    *,
+    out: Path,
+    keys: Mapping[str, str | None],
+    samples: int,
+    seed: int,
+    level: float,
+    weights: Path | None,
+    trust: bool,
+    console: Console,
+) -> dict[str, Any]:
+    if out.exists():
+        raise ValueError(f"{out} exists already; remove it, or give another name")
+    loaded = model.load(path, weights=weights, trust=trust)
+    structures, found = read_structures(data, **keys)
+    console.print(str(found))
+    with in_file(data):
+        check_structures(loaded.backbone, structures, range(len(structures)))
+    with progress_bar(console) as bar:
+        task = bar.add_task("fitting", total=None)
+        result = calibrate(
+            loaded,
+            structures,
+            samples=samples,
+            seed=seed,
+            level=level,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    record = {**asdict(result), "data": data.name, "samples": loaded.fixed_samples or samples, "seed": seed}
+    loaded.record["calibration"] = {name: list(x) if isinstance(x, tuple) else x for name, x in record.items()}
+    loaded.save(out)
+    (before, after), (ratio_before, ratio_after) = result.crps, result.ssr
+    console.print(
+        f"The spread was scaled by {result.factor:.2f}: SSR {ratio_before:.2f} -> {ratio_after:.2f}, CRPS of the "
+        f"forces {1e3 * before:.1f} -> {1e3 * after:.1f} meV/Å on {result.structures} structures."
+    )
+    if result.conformal is None:
+        console.print(f"Intervals of guaranteed {level:.0%} coverage need more than {result.structures} structures.")
+    else:
+        console.print(
+            f"A force component of a structure like these lies within mean ± {result.conformal:.2f} sigma with at "
+            f"least {level:.0%} probability (conformal); sigma is the spread times sqrt(1 + 1/K)."
+        )
+    console.print(f"the scaled model is {out}")
+    return dict(loaded.record["calibration"])

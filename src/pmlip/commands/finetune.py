@@ -1,0 +1,168 @@
+"""pmlip finetune: from a file of DFT data to a model that tells how sure it is."""
+
+import dataclasses
+import json
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning_fabric import Fabric
+from rich.console import Console
+
+from pmlip import methods
+from pmlip.backbones import load_backbone
+from pmlip.benchmark.record import environment
+from pmlip.commands.checks import check_structures, chosen, in_file
+from pmlip.files import write_json
+from pmlip.progress import progress_bar
+from pmlip.reading import read_structures
+from pmlip.structures import check_labels, fingerprint
+from pmlip.training import FinetuneConfig, Finetuned, finetune, seconds_per_step
+
+
+def run(
+    train: Path,
+    valid: Path | None,
+    *,
+    keys: Mapping[str, str | None],
+    count: int | None,
+    backbone: str,
+    weights: Path | None,
+    trust: bool,
+    method: str,
+    options: Mapping[str, Any],
+    config: FinetuneConfig,
+    out: Path,
+    tensorboard: bool,
+    dry_run: bool,
+) -> None:
+    fabric = _fabric()
+    console = Console(quiet=fabric.global_rank > 0)
+    trained = methods.make(method, load_backbone(backbone, weights=weights, trust=trust), **options)
+    structures, held_out = [], []
+    for file in [train] if valid is None else [train, valid]:
+        read, found = read_structures(file, **keys)
+        console.print(str(found))
+        with in_file(file):
+            check_labels(read, config.learned, missing=config.missing)
+        if valid is None:
+            kept, held = _split(len(read), count, config.seed, file)
+            console.print(f"held out for validation: {len(held)} of them, chosen by the seed; to train on: {len(kept)}")
+        else:
+            everything = list(range(len(read)))
+            kept, held = (chosen(len(read), count, config.seed, file), []) if file is train else ([], everything)
+        with in_file(file):
+            check_structures(trained.backbone, read, [*kept, *held])
+        structures += [read[i] for i in kept]
+        held_out += [read[i] for i in held]
+    if dry_run:
+        given: dict[str, Any] = {
+            "train": train,
+            "valid": valid,
+            **keys,
+            "count": count,
+            "backbone": backbone,
+            "weights": weights,
+        }
+        given |= {"trust": trust, "method": method, "option": [f"{name}={value}" for name, value in options.items()]}
+        given |= {"out": out, "tensorboard": tensorboard}
+        print(as_toml(given | dataclasses.asdict(config)))
+        seconds, steps = seconds_per_step(trained, structures, config), config.steps(len(structures))
+        print(f"# {steps} steps of {seconds:.2f} s: about {steps * len(trained.parts()) * seconds / 60:.0f} minutes")
+        return
+    with progress_bar(console) as bar:
+        task = bar.add_task("fine-tuning", total=None)
+        best = float("inf")
+
+        def show(step: int, steps: int, latest: Mapping[str, float]) -> None:
+            nonlocal best
+            best = min(best, latest.get("valid", best))
+            scored = f", validation {best:.3f}" if best < float("inf") else ""
+            loss = f" loss {latest['loss']:.3f}" if "loss" in latest else ""
+            bar.update(task, completed=step, total=steps, description=f"fine-tuning{loss}{scored}")
+
+        try:
+            result = finetune(
+                trained, structures, valid=held_out, config=config, folder=out, fabric=fabric, progress=show
+            )
+        except KeyboardInterrupt:
+            console.print("stopped, and nothing is lost: the same command goes on from here")
+            raise
+    if fabric.global_rank:
+        return
+    trained.record = {
+        "train": {"file": train.name, "structures": len(structures)},
+        "valid": {"file": valid.name if valid else train.name, "structures": len(held_out)},
+        "config": dataclasses.asdict(config),
+        "steps": result.steps,
+        "seconds": round(result.seconds, 1),
+        "offsets": result.offsets,
+        "error_before": result.scales,
+        "validation": {**_kept_scores(result), "score": result.best},
+        **environment(),
+    }
+    trained.save(out / "model.pt")
+    summary = {"backbone": backbone, "method": method, "options": dict(options), **trained.record}
+    summary["fingerprints"] = [fingerprint([atoms])[:16] for atoms in (*structures, *held_out)]
+    write_json(out / "summary.json", summary)
+    if tensorboard:
+        _write_tensorboard(out / "tensorboard", result.log)
+    console.print(f"{result.steps} steps in {result.seconds:.0f} s; the model is {out / 'model.pt'}")
+    console.print(f"next: pmlip evaluate {out / 'model.pt'} TEST.extxyz")
+
+
+def _fabric() -> Fabric:
+    """One process, or those that torchrun started; a GPU each where there are any."""
+    world, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+    if world == 1:
+        return Fabric(accelerator=accelerator, devices=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fabric = Fabric(accelerator=accelerator, devices=local, num_nodes=world // local, strategy="ddp")
+        fabric.launch()
+    return fabric
+
+
+def _split(available: int, count: int | None, seed: int, path: Path) -> tuple[list[int], list[int]]:
+    """Which to train on, and which to hold out: a tenth, at least 2. With `count`, so many are trained on."""
+    held = max(2, round(0.1 * (available if count is None else count)))
+    if available < 4 or (count is not None and count + held > available):
+        raise ValueError(
+            f"{path} holds {available} structures, too few to train on {available - held if count is None else count} "
+            f"and hold out {held} for validation; give validation structures with --valid"
+        )
+    order = np.random.default_rng([seed, 3]).permutation(available).tolist()
+    return sorted(order[held:] if count is None else order[held : held + count]), sorted(order[:held])
+
+
+def _kept_scores(result: Finetuned) -> dict[str, float]:
+    """Validation scores by label of the weights that were kept, in eV and Å."""
+    kept = next((line for line in result.log if line.get("valid") == result.best), {})
+    return {name.removeprefix("valid_"): value for name, value in kept.items() if name.startswith("valid_")}
+
+
+def as_toml(settings: Mapping[str, Any]) -> str:
+    """The settings as a file that `--settings` takes; TOML has no word for what is not set."""
+    lines = [
+        f"{name} = {json.dumps(str(value) if isinstance(value, Path) else value)}"
+        for name, value in settings.items()
+        if value is not None
+    ]
+    return "\n".join(lines)
+
+
+def _write_tensorboard(folder: Path, log: Sequence[Mapping[str, float]]) -> None:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError("curves for TensorBoard need: pip install tensorboard") from error
+    with SummaryWriter(folder) as writer:
+        for line in log:
+            for name, value in line.items():
+                if name not in ("step", "seconds"):
+                    writer.add_scalar(name, value, int(line["step"]))

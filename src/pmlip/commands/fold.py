@@ -1,0 +1,20 @@
+"""pmlip fold: one sample as an ordinary file of the potential's own package."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from pmlip import model
+
+
+def run(
+    path: Path, *, out: Path, sample: int, seed: int, weights: Path | None, trust: bool, console: Console
+) -> dict[str, object]:
+    if out.exists():
+        raise ValueError(f"{out} exists already; remove it, or give another name")
+    loaded = model.load(path, weights=weights, trust=trust)
+    loaded.check_spread()
+    folded = loaded.member(sample, seed=seed)
+    folded.save(out)
+    console.print(f"sample {sample} of seed {seed} is an ordinary {folded.name}:{folded.variant} in {out}")
+    return {"backbone": f"{folded.name}:{folded.variant}", "sample": sample, "seed": seed, "out": str(out)}

@@ -1,0 +1,34 @@
+"""pmlip predict: a file of structures in, the same with predictions and uncertainties out."""
+
+import hashlib
+from pathlib import Path
+
+from rich.console import Console
+
+from pmlip import model
+from pmlip.prediction import predict_file
+from pmlip.progress import progress_bar
+
+
+def run(
+    path: Path, data: Path, *, out: Path, samples: int, seed: int, weights: Path | None, trust: bool, console: Console
+) -> dict[str, object]:
+    loaded = model.load(path, weights=weights, trust=trust)
+    identity = hashlib.sha256(path.read_bytes()).hexdigest()
+    with progress_bar(console) as bar:
+        task = bar.add_task(data.name, total=None)
+        try:
+            count = predict_file(
+                loaded,
+                data,
+                out,
+                samples=samples,
+                seed=seed,
+                identity=identity,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )
+        except KeyboardInterrupt:
+            console.print("stopped, and nothing is lost: the same command goes on from here")
+            raise
+    console.print(f"{count} structures with predictions and uncertainties are in {out}")
+    return {"structures": count, "out": str(out), "samples": loaded.fixed_samples or samples, "seed": seed}

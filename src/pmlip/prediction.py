@@ -1,0 +1,125 @@
+"""Predictions for a file of structures, written as they come: the file may be larger than memory, and a run resumes."""
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ase import Atoms
+from ase.io import write
+
+from pmlip.calculator import annotated, uncertainties
+from pmlip.files import write_json
+from pmlip.methods.base import Method
+from pmlip.reading import iterate
+from pmlip.structures import StructureError, as_structures
+
+BATCH = 64  # structures between two writes
+LABELS = ("energy", "forces", "stress")
+
+
+def predict_file(
+    model: Method,
+    source: str | Path,
+    out: str | Path,
+    *,
+    samples: int = 16,
+    seed: int = 0,
+    identity: str = "",
+    progress: Callable[[int, int | None], None] | None = None,
+) -> int:
+    """Write every structure of `source` to the extxyz file `out`, with mean and uncertainties; gives their number.
+
+    Labels that the structures carry stay with them as REF_energy, REF_forces, REF_stress. Until it is complete, the
+    work is in `out` with ".partial" behind its name; called again with the same model (`identity`), source and
+    settings it goes on from there. progress(done, all) is told the number of structures; `all` may not be known.
+    """
+    source, out = Path(source), Path(out)
+    model.check_spread()
+    count = model.fixed_samples or samples
+    if out.exists():
+        raise ValueError(f"{out} exists already; remove it, or give another name")
+    partial, notes = out.with_name(f"{out.name}.partial"), out.with_name(f"{out.name}.partial.json")
+    asked = {"model": identity, "source": source.name, "bytes": source.stat().st_size if source.is_file() else 0}
+    asked |= {"samples": count, "seed": seed}
+    done = _resume(partial, notes, asked)
+    total = count_structures(source)
+    structures = itertools.islice(iterate(source), done, None)
+    while batch := list(itertools.islice(structures, BATCH)):
+        try:
+            drawn = model.sample(as_structures(batch), samples=count, seed=seed)
+        except StructureError as error:
+            raise ValueError(f"{source}: {error.after(done)}") from error
+        mean = drawn.mean
+        with partial.open("a") as file:
+            for index, (atoms, own) in enumerate(zip(batch, uncertainties(drawn), strict=True)):
+                own |= {"energy": float(mean.energy[index]), "forces": mean.forces[drawn.system == index].numpy()}
+                if "stress_uncertainty" in own:
+                    own["stress"] = mean.stress[index].double().numpy()
+                write(file, annotated(_with_references(atoms), own), format="extxyz")
+            file.flush()
+            os.fsync(file.fileno())
+        done += len(batch)
+        if progress:
+            progress(done, total)
+    if not done:
+        raise ValueError(f"{source} holds no structures")
+    partial.replace(out)
+    notes.unlink()
+    return done
+
+
+def _resume(partial: Path, notes: Path, asked: dict[str, Any]) -> int:
+    """How many structures are there already; what was cut off in the middle of one is removed."""
+    if not notes.exists():
+        partial.unlink(missing_ok=True)
+        write_json(notes, asked)
+        return 0
+    if (found := json.loads(notes.read_text())) != asked:
+        changed = ", ".join(name for name in asked if found.get(name) != asked[name])
+        raise ValueError(f"{partial} was begun with another {changed}; remove {notes} to start anew")
+    if not partial.exists():
+        return 0
+    ends = list(_frame_ends(partial))
+    os.truncate(partial, ends[-1] if ends else 0)
+    return len(ends)
+
+
+def count_structures(path: Path) -> int | None:
+    """How many structures a file holds, where that is quick to tell."""
+    if path.suffix in (".extxyz", ".xyz"):
+        return sum(1 for _ in _frame_ends(path))
+    if path.suffix == ".npz":
+        with np.load(path) as arrays:
+            return len(arrays["positions"]) if "positions" in arrays else None
+    return None
+
+
+def _frame_ends(path: Path) -> Iterator[int]:
+    """Where each complete frame of an (ext)xyz file ends, in bytes."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        place = 0
+        while first := file.readline():
+            if not first.strip().isdigit():
+                return
+            lines = [first, *itertools.islice(file, int(first) + 1)]
+            if len(lines) < int(first) + 2 or not lines[-1].endswith(b"\n"):
+                return
+            place += sum(map(len, lines))
+            yield place
+
+
+def _with_references(atoms: Atoms) -> Atoms:
+    """A copy whose labels are called REF_energy and so on, so that predictions can take their names."""
+    results = atoms.calc.results if atoms.calc is not None else {}
+    renamed = atoms.copy()
+    for name in LABELS:
+        if name in results:
+            place = renamed.arrays if name == "forces" else renamed.info
+            place[f"REF_{name}"] = results[name]
+    return renamed

@@ -1,0 +1,103 @@
+import numpy as np
+import pytest
+from ase import Atoms
+from ase.calculators.singlepoint import SinglePointCalculator
+from ase.io import read, write
+
+import pmlip
+from conftest import randomise_noise
+from pmlip import prediction
+from pmlip.prediction import count_structures, predict_file
+from tiny import tiny_backbone
+
+
+@pytest.fixture
+def model():
+    return randomise_noise(pmlip.perturb(tiny_backbone()))
+
+
+@pytest.fixture(autouse=True)
+def _small_batches(monkeypatch):
+    monkeypatch.setattr(prediction, "BATCH", 3)
+
+
+def water(count):
+    made = []
+    for index in range(count):
+        atoms = Atoms("OH2", [[0, 0, 0], [0, 0.76, 0.59], [0, -0.76, 0.59]])
+        atoms.rattle(0.05, seed=index)
+        atoms.info["name"] = f"w{index}"
+        made.append(atoms)
+    return made
+
+
+def test_every_structure_gets_mean_and_uncertainties(model, tmp_path):
+    structures = water(8)
+    structures[2].calc = SinglePointCalculator(structures[2], energy=-1.5, forces=np.ones((3, 3)))
+    write(tmp_path / "in.extxyz", structures)
+    seen = []
+    options = {"samples": 4, "seed": 1, "progress": lambda *numbers: seen.append(numbers)}
+    assert predict_file(model, tmp_path / "in.extxyz", tmp_path / "out.extxyz", **options) == 8
+    assert seen == [(3, 8), (6, 8), (8, 8)]
+    found = read(tmp_path / "out.extxyz", ":")
+    drawn = model.sample(structures, samples=4, seed=1)
+    np.testing.assert_allclose(np.concatenate([atoms.get_forces() for atoms in found]), drawn.mean.forces, atol=1e-7)
+    np.testing.assert_allclose([atoms.get_potential_energy() for atoms in found], drawn.mean.energy)
+    np.testing.assert_allclose([atoms.info["energy_uncertainty"] for atoms in found], drawn.spread.energy)
+    assert [atoms.info["name"] for atoms in found] == [f"w{index}" for index in range(8)]
+    assert found[2].info["REF_energy"] == -1.5
+    assert {file.name for file in tmp_path.iterdir()} == {"in.extxyz", "out.extxyz"}
+
+
+@pytest.mark.parametrize("cut", [0, 40])
+def test_an_interrupted_run_goes_on_and_ends_the_same(model, tmp_path, monkeypatch, cut):
+    write(tmp_path / "in.extxyz", water(8))
+    predict_file(model, tmp_path / "in.extxyz", tmp_path / "whole.extxyz", samples=4)
+    asked, sample = [], model.sample
+
+    def fails_the_third_time(structures, **options):
+        asked.append(len(structures))
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return sample(structures, **options)
+
+    monkeypatch.setattr(model, "sample", fails_the_third_time)
+    with pytest.raises(KeyboardInterrupt):
+        predict_file(model, tmp_path / "in.extxyz", tmp_path / "out.extxyz", samples=4)
+    assert not (tmp_path / "out.extxyz").exists()
+    partial = tmp_path / "out.extxyz.partial"
+    if cut:  # as a killed process leaves it
+        partial.write_bytes(partial.read_bytes()[:-cut])
+    assert predict_file(model, tmp_path / "in.extxyz", tmp_path / "out.extxyz", samples=4) == 8
+    assert asked[3:] == ([2] if not cut else [3])
+    assert (tmp_path / "out.extxyz").read_text() == (tmp_path / "whole.extxyz").read_text()
+
+
+def test_what_was_begun_otherwise_is_not_continued(model, tmp_path):
+    write(tmp_path / "in.extxyz", water(2))
+    (tmp_path / "out.extxyz.partial.json").write_text('{"samples": 7}')
+    with pytest.raises(ValueError, match=r"out.extxyz.partial was begun with another model, source, bytes, samples"):
+        predict_file(model, tmp_path / "in.extxyz", tmp_path / "out.extxyz", samples=4)
+
+
+def test_bad_input_names_the_file_and_the_structure(model, tmp_path):
+    structures = water(5)
+    structures[4].positions[1] = np.nan
+    write(tmp_path / "in.traj", structures)
+    with pytest.raises(ValueError, match=r"in.traj: structure 4 \(H2O\): a position or a cell vector is NaN"):
+        predict_file(model, tmp_path / "in.traj", tmp_path / "out.extxyz")
+    (tmp_path / "there.extxyz").write_text("something")
+    with pytest.raises(ValueError, match="exists already"):
+        predict_file(model, tmp_path / "in.traj", tmp_path / "there.extxyz")
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        predict_file(model, tmp_path / "none.extxyz", tmp_path / "other.extxyz")
+    with pytest.raises(ValueError, match="was never trained"):
+        predict_file(pmlip.perturb(tiny_backbone()), tmp_path / "in.traj", tmp_path / "other.extxyz")
+
+
+def test_counting(tmp_path):
+    write(tmp_path / "in.extxyz", water(3))
+    np.savez(tmp_path / "in.npz", positions=np.zeros((4, 2, 3)))
+    assert count_structures(tmp_path / "in.extxyz") == 3
+    assert count_structures(tmp_path / "in.npz") == 4
+    assert count_structures(tmp_path / "in.traj") is None
