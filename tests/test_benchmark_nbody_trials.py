@@ -26,7 +26,7 @@ def test_the_table_has_the_best_first():
         return {"validation_curve": [{"mse": 0.01, "crps": crps, "loss": 0.02}], "training": {"seconds": 5.0}}
 
     text = table({Cell("p-egnn+worse", 1000, 0): result(0.03), Cell("p-egnn+better", 1000, 0): result(0.02)})
-    assert text.splitlines()[2] == "| p-egnn | better | 0 | 10.00 | 2.00 |  | 0.0200 | 5 |"
+    assert text.splitlines()[2] == "| p-egnn | better | 0 | 10.00 | 2.00 |  |  | 0.0200 | 5 |"
 
 
 def test_an_unknown_method_is_refused():

@@ -172,7 +172,7 @@ def test_files_that_cannot_be_used(tmp_path):
     with pytest.raises(ValueError, match=r"text\.extxyz: "):
         read_structures(tmp_path / "text.extxyz")
     np.savez(tmp_path / "other.npz", R=np.zeros((2, 3, 3)), z=[1, 1, 8])
-    with pytest.raises(ValueError, match=r"other.npz: it cannot be read: an npz file must hold positions .*; it holds R, z"):
+    with pytest.raises(ValueError, match=r"other.npz: it cannot be read: .* must hold positions .*; it holds R, z"):
         read_structures(tmp_path / "other.npz")
     write(tmp_path / "bare.extxyz", Atoms("H2", [[0, 0, 0], [0, 0, 0.7]]))
     with pytest.raises(ValueError, match="no energies, forces or stresses were found"):

@@ -64,10 +64,10 @@ OF_METHOD: dict[str, dict[str, dict[str, Any]]] = {
         "decay-noise": {"decay_noise": True},
         "few-then-ten-samples": {"samples": (4, 10)},
         "almost-fair": {"options": {"fairness": 0.95}},
-        "over-fair": {"options": {"fairness": 1.6}},
-        "rate-4e-3-over-fair": {"learning_rate": 4e-3, "options": {"fairness": 1.6}},
-        "rate-4e-3-long-over-fair": {"learning_rate": 4e-3, "epochs": 300, "options": {"fairness": 1.6}},
-        "rate-8e-3-over-fair": {"learning_rate": 8e-3, "options": {"fairness": 1.6}},
+        "rate-4e-3-long": {"learning_rate": 4e-3, "epochs": 300},
+        "rate-4e-3-long-decay-0.03": {"learning_rate": 4e-3, "epochs": 300, "weight_decay": 0.03},
+        "rate-4e-3-few-then-ten-samples": {"learning_rate": 4e-3, "samples": (4, 10)},
+        "rate-8e-3-long": {"learning_rate": 8e-3, "epochs": 300},
     },
 }
 
@@ -130,8 +130,8 @@ def _run(cells: Sequence[Cell], preset: Preset, folder: Path, *, jobs: int, cons
 def table(results: dict[Cell, dict[str, Any]]) -> str:
     """Scores on the validation data at the end of training, best CRPS first within a method."""
     lines = [
-        "| method | variant | seed | MSE x 1e3 | CRPS x 1e2 | SSR | training loss | seconds |",
-        "|---|---|---|---|---|---|---|---|",
+        "| method | variant | seed | MSE x 1e3 | CRPS x 1e2 | SSR | scaled: CRPS, SSR | training loss | seconds |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
 
     def order(item: tuple[Cell, dict[str, Any]]) -> tuple[str, float]:
@@ -141,8 +141,7 @@ def table(results: dict[Cell, dict[str, Any]]) -> str:
         method, _, variant = cell.method.partition("+")
         end = result["validation_curve"][-1]
         scores = (f"{scale * end[name]:.2f}" if name in end else "" for name, scale in SCALES.items())
-        seconds = result["training"]["seconds"]
-        lines.append(
-            f"| {method} | {variant} | {cell.seed} | {' | '.join(scores)} | {end['loss']:.4f} | {seconds:.0f} |"
-        )
+        scaled = f"{1e2 * end['scaled_crps']:.2f}, {end['scaled_ssr']:.2f}" if "scaled_ssr" in end else ""
+        rest = f"{scaled} | {end['loss']:.4f} | {result['training']['seconds']:.0f}"
+        lines.append(f"| {method} | {variant} | {cell.seed} | {' | '.join(scores)} | {rest} |")
     return "\n".join(lines) + "\n"
