@@ -178,6 +178,8 @@ def evaluate(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the samples, and of --count.")] = 0,
     count: Annotated[int | None, typer.Option(min=1, help="Take so many structures of each file by chance.")] = None,
     exclude: Annotated[Path | None, typer.Option(help="Folder of a run whose structures are left out.")] = None,
+    compare: Annotated[list[Path] | None, typer.Option(help="Another model, side by side; repeatable.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write a report to this HTML file.")] = None,
     weights: Weights = None,
     trust: Trust = False,
     energy_key: EnergyKey = None,
@@ -189,7 +191,7 @@ def evaluate(
 ) -> None:
     """Score a model and its uncertainty on structures with labels.
 
-    Example: pmlip evaluate p-chgnet/model.pt test.extxyz --samples 32
+    Example: pmlip evaluate p-chgnet/model.pt test.extxyz --samples 32 --report report.html
     """
     from pmlip.commands.evaluate import run
 
@@ -198,6 +200,7 @@ def evaluate(
             model,
             data,
             unseen or [],
+            others=compare or [],
             keys={"energy_key": energy_key, "forces_key": forces_key, "stress_key": stress_key},
             samples=samples,
             seed=seed,
@@ -206,6 +209,7 @@ def evaluate(
             weights=weights,
             trust=trust,
             out=out,
+            report=report,
             console=Console(quiet=as_json),
         )
     _print_json(record, as_json)

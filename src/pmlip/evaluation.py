@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ class Evaluation:
     seconds: float  # of the K samples
     spread: np.ndarray  # (structure,) root mean square spread of the force components
     error: np.ndarray  # (structure,) root mean square error of the force components
+    drawn: Samples = field(repr=False)
+    target: Outputs = field(repr=False)
 
 
 def evaluate(
@@ -56,7 +58,7 @@ def evaluate(
     error, spread = (
         mean_per_system(values, drawn.system, len(listed)).sqrt().numpy() for values in (squares, variance)
     )
-    return Evaluation(count, len(listed), result, seconds, spread, error)
+    return Evaluation(count, len(listed), result, seconds, spread, error, drawn, target)
 
 
 def _scores(name: str, drawn: Samples, point: Outputs, target: Outputs) -> dict[str, float]:

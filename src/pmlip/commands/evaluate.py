@@ -18,6 +18,7 @@ from pmlip.evaluation import Evaluation, as_record, compare, evaluate
 from pmlip.files import write_json
 from pmlip.progress import progress_bar
 from pmlip.reading import read_structures
+from pmlip.report import Judged, write_report
 from pmlip.structures import fingerprint
 
 
@@ -26,6 +27,7 @@ def run(
     data: Path,
     unseen: Sequence[Path],
     *,
+    others: Sequence[Path],
     keys: Mapping[str, str | None],
     samples: int,
     seed: int,
@@ -34,37 +36,57 @@ def run(
     weights: Path | None,
     trust: bool,
     out: Path | None,
+    report: Path | None,
     console: Console,
 ) -> dict[str, Any]:
-    loaded = model.load(path, weights=weights, trust=trust)
+    names = _names([path, *others])
     left_out = _excluded(exclude)
-    record: dict[str, Any] = {"model": path.name, "seed": seed}
-    inside: Evaluation | None = None
+    structures = {}
     for file in (data, *unseen):
-        structures, _ = read_structures(file, **keys)
-        with in_file(file):
-            check_structures(loaded.backbone, structures, range(len(structures)))
-        structures = [atoms for atoms in structures if not left_out or fingerprint([atoms])[:16] not in left_out]
-        structures = [structures[i] for i in chosen(len(structures), count, seed, file)]
-        with progress_bar(console) as bar:
-            show = partial(_show_structures, bar, bar.add_task(file.name, total=len(structures)))
-            result = evaluate(loaded, structures, samples=samples, seed=seed, progress=show)
-        record[file.name] = as_record(result)
-        console.print(_table(file.name, result))
-        if inside is None:
-            inside = result
-        elif inside.spread.any():
-            record[file.name]["against"] = {data.name: compare(inside, result)}
-            against = record[file.name]["against"][data.name]
-            console.print(
-                f"{file.name} against {data.name}: error times {against['error_ratio']:.2f}, spread times "
-                f"{against['spread_ratio']:.2f}; AUROC of the spread {against['auroc_spread']:.2f}, of the error "
-                f"{against['auroc_error']:.2f}"
-            )
+        read, _ = read_structures(file, **keys)
+        kept = [atoms for atoms in read if not left_out or fingerprint([atoms])[:16] not in left_out]
+        structures[file] = [kept[i] for i in chosen(len(kept), count, seed, file)]
+    record: dict[str, Any] = {"model": path.name, "seed": seed}
+    judged: list[Judged] = []
+    outside: list[Judged] = []
+    made = {}
+    for given in (path, *others):
+        loaded = model.load(given, weights=weights, trust=trust)
+        made[names[given]] = loaded.record
+        for file in (data, *unseen) if given is path else (data,):
+            with in_file(file):
+                check_structures(loaded.backbone, structures[file], range(len(structures[file])))
+            with progress_bar(console) as bar:
+                task = bar.add_task(f"{names[given]} on {file.name}", total=len(structures[file]))
+                show = partial(_show_structures, bar, task)
+                result = evaluate(loaded, structures[file], samples=samples, seed=seed, progress=show)
+            console.print(_table(f"{names[given]} on {file.name}", result))
+            (judged if file is data else outside).append(Judged(names[given], file.name, structures[file], result))
+            if given is not path:
+                record.setdefault("compared", {})[names[given]] = as_record(result)
+                continue
+            record[file.name] = as_record(result)
+            if file is not data and judged[0].evaluation.spread.any():
+                against = compare(judged[0].evaluation, result)
+                record[file.name]["against"] = {data.name: against}
+                console.print(
+                    f"{file.name} against {data.name}: error times {against['error_ratio']:.2f}, spread times "
+                    f"{against['spread_ratio']:.2f}; AUROC of the spread {against['auroc_spread']:.2f}, of the error "
+                    f"{against['auroc_error']:.2f}"
+                )
     record |= environment()
     if out is not None:
         write_json(out, record)
+    if report is not None:
+        write_report(report, judged, outside, records={name: made[name] for name in made if made[name]})
+        console.print(f"the report is {report}")
     return record
+
+
+def _names(paths: Sequence[Path]) -> dict[Path, str]:
+    """What the models are called: their folder for a file called model.pt, and the whole path where two are alike."""
+    short = [path.resolve().parent.name if path.stem == "model" else path.stem for path in paths]
+    return {path: name if short.count(name) == 1 else str(path) for path, name in zip(paths, short, strict=True)}
 
 
 def _show_structures(bar: Progress, task: TaskID, done: int, total: int) -> None:

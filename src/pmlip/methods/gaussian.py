@@ -94,10 +94,15 @@ def best_width(errors: np.ndarray, units: np.ndarray) -> float:
         return 1e-9
 
     def crps(log_width: float) -> float:
-        width = np.exp(log_width) * units
-        z = errors / width
-        density = np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)
-        return float(np.mean(width * (z * erf(z / np.sqrt(2)) + 2 * density - 1 / np.sqrt(np.pi))))
+        return float(gaussian_crps(errors, np.exp(log_width) * units).mean())
 
     fit = minimize_scalar(crps, bounds=(np.log(scale) - 6, np.log(scale) + 2), method="bounded")
     return float(np.exp(fit.x))
+
+
+def gaussian_crps(errors: np.ndarray, widths: np.ndarray) -> np.ndarray:
+    """CRPS of N(0, width^2) at each error (Gneiting 2005)."""
+    z = errors / np.maximum(widths, 1e-12)
+    density = np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)
+    crps: np.ndarray = widths * (z * erf(z / np.sqrt(2)) + 2 * density - 1 / np.sqrt(np.pi))
+    return crps

@@ -1,0 +1,122 @@
+"""What a report is about: models on files of structures, and their scores."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from ase import Atoms
+from scipy import stats
+
+from pmlip import metrics
+from pmlip.calibration import best_factor
+from pmlip.evaluation import Evaluation
+from pmlip.scores import fair_crps
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One model on one file of structures."""
+
+    model: str
+    data: str
+    structures: Sequence[Atoms]
+    evaluation: Evaluation
+
+    @cached_property
+    def forces(self) -> "Forces":
+        return Forces.of(self.evaluation)
+
+
+@dataclass(frozen=True)
+class Forces:
+    """What the figures need of the forces, as arrays."""
+
+    samples: np.ndarray  # (sample, atom, 3)
+    target: np.ndarray  # (atom, 3)
+    mean: np.ndarray
+    spread: np.ndarray
+    system: np.ndarray  # (atom,)
+
+    @classmethod
+    def of(cls, evaluation: Evaluation) -> "Forces":
+        drawn, target = evaluation.drawn, evaluation.target.forces.double().numpy()
+        if not np.isfinite(target).all():
+            raise ValueError("a report needs forces on every structure")
+        samples = drawn.forces.double().numpy()
+        return cls(samples, target, samples.mean(0), samples.std(0, ddof=1), drawn.system.numpy())
+
+    @cached_property
+    def atom_error(self) -> np.ndarray:
+        return np.linalg.norm(self.mean - self.target, axis=-1)
+
+    @cached_property
+    def atom_spread(self) -> np.ndarray:
+        return np.linalg.norm(self.spread, axis=-1)
+
+    @cached_property
+    def atom_force(self) -> np.ndarray:
+        return np.linalg.norm(self.mean, axis=-1)
+
+    @cached_property
+    def moving(self) -> np.ndarray:
+        """Components with a spread; symmetry fixes the others."""
+        moving: np.ndarray = self.spread > 0
+        return moving
+
+    @cached_property
+    def crps(self) -> np.ndarray:
+        """Of each component, (atom, 3)."""
+        return fair_crps(torch.from_numpy(self.samples), torch.from_numpy(self.target)).numpy()
+
+    @cached_property
+    def covered(self) -> np.ndarray:
+        """Whether each component lies in its 95 % interval, (atom, 3); one without a spread counts as inside."""
+        inside = np.ones(self.target.shape)
+        moving = self.moving
+        z = metrics.z_scores(self.mean[moving], self.spread[moving], self.target[moving], len(self.samples))
+        inside[moving] = np.abs(z) <= stats.norm.isf(0.025)
+        return inside
+
+    @cached_property
+    def covering_factor(self) -> float:
+        """What the spread would have to be multiplied with for 95 % of the components to lie in their intervals."""
+        count, moving = len(self.samples), self.moving
+        z = np.abs(self.mean - self.target)[moving] / metrics.predictive_sigma(self.spread[moving], count)
+        return float(np.quantile(z, 0.95) / stats.t.isf(0.025, count - 1))
+
+    @cached_property
+    def best_factor(self) -> float | None:
+        """What the spread should be multiplied with; None with fewer than three samples."""
+        if len(self.samples) < 3:
+            return None
+        return best_factor(torch.from_numpy(self.samples), torch.from_numpy(self.target))
+
+
+def score_row(judged: Judged) -> dict[str, Any]:
+    """The scores of the forces with 95 % intervals from resampling structures; of the energies without."""
+    forces, count = judged.forces, judged.evaluation.samples
+    error = np.abs(forces.mean - forces.target)
+    entries: dict[str, tuple[Callable[..., float], *tuple[np.ndarray, ...]]] = {
+        "MAE, meV/Å": (lambda e: 1e3 * e.mean(), error),
+        "CRPS, meV/Å": (lambda c: 1e3 * c.mean(), forces.crps),
+        "SSR": (lambda e, s: float(np.sqrt((1 + 1 / count) * (s**2).mean() / (e**2).mean())), error, forces.spread),
+        "in the 95 % interval": (lambda inside: 100 * inside.mean(), forces.covered),
+        "Spearman, atoms": (metrics.spearman, forces.atom_error, forces.atom_spread),
+        "of |F|": (metrics.spearman, forces.atom_error, forces.atom_force),
+    }
+    cells: dict[str, tuple[str, str | None, str | None]] = {}
+    for name, (metric, *arrays) in entries.items():
+        interval = metrics.bootstrap(metric, *arrays, system=forces.system)
+        digits = 0 if "%" in name else 1 if "meV" in name else 2
+        unit = " %" if "%" in name else ""
+        value, low, high = (f"{number:.{digits}f}{unit}" for number in interval)
+        cells[name] = (value, low, high)
+    energy = judged.evaluation.scores.get("energy", {})
+    for name, key, scale, digits in (("energy: MAE, meV/atom", "mae", 1e3, 1), ("SSR of energies", "ssr", 1, 2)):
+        if key in energy:
+            cells[name] = (f"{scale * energy[key]:.{digits}f}", None, None)
+    size = f"{judged.evaluation.structures} structures, {len(forces.target)} atoms, K = {count}"
+    return {"model": judged.model, "data": judged.data, "size": size, "cells": cells}

@@ -1,0 +1,57 @@
+"""The most uncertain structures in three dimensions, by chemiscope."""
+
+import base64
+import importlib.resources
+import json
+
+import numpy as np
+from ase import Atoms
+
+from pmlip.report.judged import Judged
+
+SHOWN = 8  # structures
+
+
+def view(judged: Judged) -> str:
+    """The most uncertain structures for chemiscope, as base64 of JSON."""
+    import chemiscope  # type: ignore[import-untyped]
+
+    forces = judged.forces
+    largest = np.array([forces.atom_spread[forces.system == i].max() for i in range(len(judged.structures))])
+    chosen = np.argsort(-largest)[:SHOWN]
+    atoms = np.concatenate([np.flatnonzero(forces.system == i) for i in chosen])
+    structures = [Atoms(s.symbols, s.positions, cell=s.cell, pbc=s.pbc) for s in (judged.structures[i] for i in chosen)]
+    properties = {
+        "force uncertainty": forces.atom_spread[atoms],
+        "true force error": forces.atom_error[atoms],
+        "size of the force": forces.atom_force[atoms],
+    }
+    settings = chemiscope.quick_settings(
+        x="force uncertainty",
+        y="true force error",
+        map_color="force uncertainty",
+        target="atom",
+        periodic=any(atoms.pbc.any() for atoms in structures),
+        map_settings={"x": {"scale": "log"}, "y": {"scale": "log"}, "palette": "viridis"},
+        structure_settings={
+            "color": {"property": "force uncertainty", "palette": "viridis"},
+            "environments": {"activated": False},
+        },
+    )
+    dataset = chemiscope.create_input(
+        structures,
+        metadata={"name": f"{judged.model} on {judged.data}"},
+        properties={name: {"target": "atom", "values": values, "units": "eV/Å"} for name, values in properties.items()},
+        environments=chemiscope.all_atomic_environments(structures),
+        settings=settings,
+    )
+    return base64.b64encode(json.dumps(dataset).encode()).decode()
+
+
+def viewer_code() -> str:
+    """Chemiscope's own code, from its package."""
+    try:
+        code = importlib.resources.files("chemiscope") / "sphinx" / "static" / "chemiscope.min.js"
+    except ImportError as error:
+        raise ImportError("a report needs: pip install 'pmlip[report]'") from error
+    return code.read_text().replace("</script", "<\\/script")
