@@ -108,7 +108,8 @@ def force_and_error(force: np.ndarray, error: np.ndarray) -> "Figure":
 def _cloud(axes: Any, x: np.ndarray, y: np.ndarray, colour: str) -> None:
     shown = _some(len(y))
     axes.scatter(x[shown], y[shown], s=8, alpha=0.3, linewidths=0, color=colour, rasterized=True)
-    axes.set(xscale="log", yscale="log", ylim=(0.7 * np.quantile(y[y > 0], 0.005), 1.4 * y.max()))
+    axes.set(ylim=(0.7 * np.quantile(y[y > 0], 0.005), 1.4 * y.max()))
+    _log(axes)
 
 
 def sparsification(models: Mapping[str, tuple[np.ndarray, np.ndarray]], force: np.ndarray) -> "Figure":
@@ -140,15 +141,23 @@ def inside_and_outside(spreads: Mapping[str, np.ndarray], errors: Mapping[str, n
     everything = np.concatenate([*spreads.values(), *errors.values()])
     ends = [0.8 * everything[everything > 0].min(), 1.25 * everything.max()]
     axes.plot(ends, ends, color="#94a3b8", lw=1)
+    _log(axes)
     axes.set(
-        xscale="log",
-        yscale="log",
         xlabel="spread of a structure's forces (eV/Å)",
         ylabel="error of them (eV/Å)",
         title="In and out of distribution",
     )
     axes.legend(fontsize=8)
     return figure
+
+
+def _log(axes: Any) -> None:
+    """Both axes logarithmic, with numbers at powers of ten and, where there is less than that to see, between them."""
+    from matplotlib.ticker import LogFormatter
+
+    axes.set(xscale="log", yscale="log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_formatter(LogFormatter(minor_thresholds=(0.7, 0.3)))
 
 
 def _some(count: int) -> np.ndarray:
