@@ -28,7 +28,7 @@ bench: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[chgnet,orb,report,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[chgnet,orb,report,torchsim,dev]'
 	touch $@
 
 .venv-%/installed: pyproject.toml constraints-%.txt

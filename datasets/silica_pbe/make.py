@@ -100,6 +100,9 @@ def draw() -> Iterator[Atoms]:
             strain = _random_strain(random, 0.02) + np.eye(3) * np.linspace(-0.08, 0.08, 12)[number]
             atoms = _displaced(_strained(polymorph(name), strain), 0.03, random)
             yield named(atoms, "strained", name, "strain", displacement=0.03, strain=_size(strain))
+    for strain in np.linspace(-0.03, 0.03, 7):
+        atoms = _strained(polymorph("quartz"), strain * np.eye(3))
+        yield named(atoms, "eos", "quartz", "volume", strain=round(float(strain), 4))
     for name, count in (("stishovite", 18), ("coesite", 6)):
         for number in range(count):
             random = np.random.default_rng([5, number, len(name)])

@@ -17,15 +17,16 @@ from pmlip.hints import did_you_mean
 from pmlip.reading import read_structures
 from pmlip.structures import labels
 
-SILICA_PBE_PARTS = ("train", "valid", "test", "hot", "strained", "polymorph")
-UNSEEN_SILICA_PBE = SILICA_PBE_PARTS[3:]  # out of distribution
+SILICA_PBE_PARTS = ("train", "valid", "test", "hot", "strained", "polymorph", "eos")
+UNSEEN_SILICA_PBE = ("hot", "strained", "polymorph")  # out of distribution
 
 
 def silica_pbe(part: str) -> list[Atoms]:
     """A part of the PBE silica set that ships with pmlip; datasets/silica_pbe says how it was made.
 
     train, valid, test: quartz and cristobalite at 300 to 900 K, or with small random displacements and strains to 2 %.
-    Out of distribution: hot (1500 to 3000 K), strained (to 8 %), polymorph (stishovite and coesite).
+    Out of distribution: hot (1500 to 3000 K), strained (to 8 %), polymorph (stishovite and coesite). eos: perfect quartz at
+    seven volumes, all lengths changed by -3 to 3 %.
     """
     if part not in SILICA_PBE_PARTS:
         hint = did_you_mean(part, SILICA_PBE_PARTS)

@@ -14,7 +14,7 @@ SHOWN = 8  # structures
 
 def view(judged: Judged) -> str:
     """The most uncertain structures for chemiscope, as base64 of JSON."""
-    import chemiscope  # type: ignore[import-untyped]
+    import chemiscope
 
     forces = judged.forces
     largest = np.array([forces.atom_spread[forces.system == i].max() for i in range(len(judged.structures))])

@@ -1,0 +1,53 @@
+"""For torch-sim: a model whose outputs carry their uncertainties.
+
+model = TorchSimModel(pmlip.load("p-chgnet.pt"), samples=8)
+torch_sim.integrate(system=structures, model=model, ...)
+"""
+
+from typing import Any
+
+import torch
+from ase.stress import voigt_6_to_full_3x3_stress
+from torch import Tensor
+
+from pmlip.methods.base import Method
+
+try:
+    from torch_sim.io import state_to_atoms
+    from torch_sim.models.interface import ModelInterface
+    from torch_sim.state import SimState
+except ImportError as error:
+    raise ImportError("torch-sim models need: pip install 'pmlip[torchsim]'") from error
+
+
+class TorchSimModel(ModelInterface):
+    """The mean of K samples for many systems at once, and energy_uncertainty (system,), forces_uncertainty (atom, 3).
+
+    The samples are those of the seed at every step, so that the energy is a smooth function of the positions.
+    """
+
+    def __init__(self, model: Method, *, samples: int = 8, seed: int = 0) -> None:
+        super().__init__()
+        model.check_spread()
+        self.model, self.samples, self.seed = model, model.fixed_samples or samples, seed
+        parameter = next(model.parameters())
+        self._device, self._dtype = parameter.device, parameter.dtype
+        self._compute_forces = self._compute_stress = True
+
+    def forward(self, state: Any, **_: Any) -> dict[str, Tensor]:
+        given = state if isinstance(state, SimState) else SimState(**state)
+        drawn = self.model.sample(state_to_atoms(given), samples=self.samples, seed=self.seed)
+        mean, spread = drawn.mean, drawn.spread
+        outputs = {
+            "energy": mean.energy,
+            "forces": mean.forces,
+            "energy_uncertainty": spread.energy,
+            "forces_uncertainty": spread.forces,
+        }
+        if "stress" in drawn:
+            outputs["stress"] = torch.stack([_full(voigt) for voigt in mean.stress])
+        return {name: value.to(given.positions) for name, value in outputs.items()}
+
+
+def _full(voigt: Tensor) -> Tensor:
+    return torch.from_numpy(voigt_6_to_full_3x3_stress(voigt.numpy()))
