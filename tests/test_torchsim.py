@@ -21,7 +21,7 @@ from pmlip.torchsim import TorchSimModel
 
 @pytest.fixture(scope="module")
 def model():
-    return randomise_noise(pmlip.perturb(pmlip.load_backbone("chgnet")), scale=0.03)
+    return randomise_noise(pmlip.perturb(pmlip.load_backbone("chgnet")), scale=4)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")

@@ -25,8 +25,8 @@ def silica_pbe(part: str) -> list[Atoms]:
     """A part of the PBE silica set that ships with pmlip; datasets/silica_pbe says how it was made.
 
     train, valid, test: quartz and cristobalite at 300 to 900 K, or with small random displacements and strains to 2 %.
-    Out of distribution: hot (1500 to 3000 K), strained (to 8 %), polymorph (stishovite and coesite). eos: perfect quartz at
-    seven volumes, all lengths changed by -3 to 3 %.
+    Out of distribution: hot (1500 to 3000 K), strained (to 8 %), polymorph (stishovite and coesite).
+    eos: perfect quartz at seven volumes, all lengths changed by -3 to 3 %.
     """
     if part not in SILICA_PBE_PARTS:
         hint = did_you_mean(part, SILICA_PBE_PARTS)

@@ -1,0 +1,49 @@
+"""The examples, each run as a reader would run it, with a CHGNet whose samples differ."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+import pmlip
+from conftest import randomise_noise
+
+pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "model.pt"
+    randomise_noise(pmlip.perturb(pmlip.load_backbone("chgnet")), scale=3).save(path)
+    return path
+
+
+@pytest.fixture
+def run(model, monkeypatch, capsys):
+    def run(name):
+        monkeypatch.setattr(sys, "argv", [name, str(model)])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def number(text, pattern):
+    return float(re.search(pattern, text)[1])
+
+
+def test_energies_of_two_polymorphs_differ_by_less_than_they_are_uncertain(run):
+    text = run("polymorph_energies.py")
+    assert number(text, r"± ([\d.]+) meV per SiO2") < number(text, r"which is wrong: ± ([\d.]+)")
+
+
+def test_the_vibrations_of_quartz_are_where_they_should_be(run):
+    lines = run("vibrations.py").splitlines()[1:]
+    frequencies = [float(line.split("±")[0]) for line in lines]
+    assert len(frequencies) == 27
+    assert 25 < frequencies[-1] < 40  # stretching of Si-O: 36 THz
+    assert sum(abs(frequency) < 2 for frequency in frequencies) >= 3  # translations
