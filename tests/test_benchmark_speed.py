@@ -42,3 +42,11 @@ def test_every_command_explains_itself(command):
     result = CliRunner().invoke(app, [*command, "--help"])
     assert result.exit_code == 0
     assert "Usage" in result.output
+
+
+def test_prediction_beside_the_stock_calculator():
+    pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
+    result = speed.measure_predict(Console(quiet=True), count=3, samples=2)
+    (row,) = result["rows"]
+    assert row["ratio"] == row["stock"] / row["seconds"]
+    assert "| chgnet | " in speed.predict_markdown([result])

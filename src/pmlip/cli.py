@@ -494,7 +494,9 @@ def _bad_input() -> Iterator[None]:
 
 @bench.command()
 def speed(
-    only: Annotated[str | None, typer.Option(help="Measure this part alone: crps, nbody or step.")] = None,
+    only: Annotated[str | None, typer.Option(help="Measure this part alone: crps, nbody, step or predict.")] = None,
+    backbone: Annotated[str, typer.Option(help="Backbone of the part predict.")] = "chgnet",
+    weights: Weights = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the result files.")] = None,
 ) -> None:
     """Measure our parts beside their rivals in one run, as ratios.
@@ -504,4 +506,4 @@ def speed(
     from pmlip.benchmark.speed import run
 
     with _bad_input():
-        run(only, out, Console())
+        run(only, out, Console(), backbone=backbone, weights=weights)

@@ -1,13 +1,15 @@
 """How fast the parts are, each beside its rivals in one run."""
 
 import ctypes
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from ase.io import write
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -23,15 +25,22 @@ SECONDS = 1.0  # of repeats for each measurement
 SEED = 0
 
 
-def run(only: str | None, out: Path | None, console: Console) -> None:
-    """Measure the parts, print a table for each, and write a result file for each where `out` is given."""
+def run(
+    only: str | None, out: Path | None, console: Console, *, backbone: str = "chgnet", weights: Path | None = None
+) -> None:
+    """Measure the parts, print a table for each, and write a result file for each where `out` is given.
+
+    backbone and its weights: for what is measured of a potential of choice.
+    """
     if only is not None and only not in PARTS:
         raise ValueError(f"nothing to measure is called {only!r}; allowed: {', '.join(PARTS)}")
     for name in PARTS if only is None else [only]:
-        result = PARTS[name](console)
+        measure = partial(measure_predict, backbone=backbone, weights=weights) if name == "predict" else PARTS[name]
+        result = measure(console)
         if out is not None:
-            write_json(out / f"{name}.json", result)
-            console.print(f"written: {out / f'{name}.json'}")
+            file = f"{name}-{backbone.rpartition(':')[2]}" if name == "predict" else name
+            write_json(out / f"{file}.json", result)
+            console.print(f"written: {out / f'{file}.json'}")
 
 
 def measure_crps(console: Console) -> dict[str, Any]:
@@ -212,6 +221,62 @@ def measure_step(console: Console) -> dict[str, Any]:
     return result | environment("chgnet")
 
 
+def measure_predict(
+    console: Console, *, backbone: str = "chgnet", weights: Path | None = None, count: int = 1000, samples: int = 16
+) -> dict[str, Any]:
+    """`pmlip predict` of many structures beside K separate passes of the stock calculator, on one thread each."""
+    from pmlip.backbones import load_backbone
+    from pmlip.demo import quartz
+    from pmlip.model import perturb
+    from pmlip.prediction import predict_file
+
+    model = perturb(load_backbone(backbone, weights=weights))
+    generator = torch.Generator().manual_seed(SEED)
+    for parameter in model.noise_parameters()[1:]:
+        torch.nn.init.normal_(parameter, std=0.01, generator=generator)
+    known = [atoms for part in quartz().values() for atoms in part]
+    structures = [known[index % len(known)] for index in range(count)]
+    some = structures[: max(1, count // 40)]  # the stock calculator has no economy of scale
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            source, out = Path(folder) / "in.extxyz", Path(folder) / "out.extxyz"
+            write(source, structures)
+            began = time.perf_counter()
+            predict_file(model, source, out, samples=samples)
+            ours = (time.perf_counter() - began) / (count * samples)
+        spent = 0.0
+        for number in range(samples):
+            calculator = model.member(number).calculator()
+            calculator.get_forces(some[0].copy())  # what is made once is not counted
+            began = time.perf_counter()
+            for atoms in some:
+                calculator.calculate(atoms.copy(), ["energy", "forces", "stress"])
+            spent += time.perf_counter() - began
+        stock = spent / (len(some) * samples)
+    finally:
+        torch.set_num_threads(threads)
+    result = {
+        "what": f"{count} structures of nine atoms, K = {samples}, one thread: seconds per structure and sample",
+        "backbone": backbone,
+        "seed": SEED,
+        "structures_of_the_stock_calculator": len(some),
+        "rows": [{"backbone": backbone, "seconds": ours, "stock": stock, "ratio": stock / ours}],
+    }
+    console.print(predict_markdown([result]))
+    return result | environment()
+
+
+def predict_markdown(results: Sequence[dict[str, Any]]) -> str:
+    """The table of the result files `predict-*.json`."""
+    lines = ["| backbone | pmlip predict | stock calculator, K times | times faster |", "|---|---|---|---|"]
+    for row in (row for result in results for row in result["rows"]):
+        times = (f"{1e3 * row[key]:.1f} ms" for key in ("seconds", "stock"))
+        lines.append(f"| {row['backbone']} | {' | '.join(times)} | {row['ratio']:.2f} |")
+    return "\n".join(lines)
+
+
 def step_markdown(result: dict[str, Any]) -> str:
     """The table of the result file `step.json`."""
     first = result["rows"][0]
@@ -281,4 +346,5 @@ PARTS: dict[str, Callable[[Console], dict[str, Any]]] = {
     "crps": measure_crps,
     "nbody": measure_nbody,
     "step": measure_step,
+    "predict": measure_predict,
 }
