@@ -1,12 +1,15 @@
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from pmlip.benchmark import silica
 from pmlip.benchmark.runner import read_cells
 from pmlip.benchmark.speed import crps_markdown, nbody_markdown, step_markdown
+from pmlip.cli import app
 
 PROJECT = Path(__file__).parents[1]
 SNIPPETS = [
@@ -18,10 +21,18 @@ SNIPPETS = [
 
 @pytest.mark.parametrize("file", SNIPPETS)
 def test_snippets_run(file, tmp_path, monkeypatch):
-    """All Python snippets of a page, one after the other, as a reader would run them."""
+    """All blocks of Python and of commands of a page, one after the other, as a reader would run them."""
     monkeypatch.chdir(tmp_path)
-    code = "\n".join(re.findall(r"```python\n(.*?)```", file.read_text(), flags=re.DOTALL))
-    exec(compile(code, str(file), "exec"), {"__name__": "snippets"})
+    names = {"__name__": "snippets"}
+    for language, block in re.findall(r"```(python|sh)\n(.*?)```", file.read_text(), flags=re.DOTALL):
+        if language == "python":
+            exec(compile(block, str(file), "exec"), names)
+            continue
+        for line in block.splitlines():
+            program, *arguments = shlex.split(line)
+            if program == "pmlip":  # the others install
+                result = CliRunner().invoke(app, arguments)
+                assert result.exit_code == 0, f"{line}\n{result.output}"
 
 
 @pytest.mark.parametrize(
