@@ -56,8 +56,9 @@ def test_finetune_says_what_it_found_and_leaves_a_model(finetuned):
 def test_finished_runs_are_not_run_again(finetuned):
     out, _ = finetuned
     before = torch.load(out / "model.pt", weights_only=True)["state"]
-    result = invoke("finetune", QUARTZ, "--out", out, *SHORT)
+    result = invoke("finetune", QUARTZ, "--out", out, "--json", *SHORT)
     assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == json.loads((out / "summary.json").read_text())
     after = torch.load(out / "model.pt", weights_only=True)["state"]
     assert all(torch.equal(before[name], after[name]) for name in before)
 

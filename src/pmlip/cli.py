@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from pmlip.benchmark.runner import CellError
 from pmlip.hints import did_you_mean
 from pmlip.training import FinetuneConfig
 
@@ -24,7 +25,7 @@ app = typer.Typer(
 bench = typer.Typer(no_args_is_help=True, help="Benchmarks; each writes result files.")
 app.add_typer(bench, name="bench")
 
-BAD_INPUT = 2
+FAILED, BAD_INPUT = 1, 2
 
 Model = Annotated[Path, typer.Argument(help="A model that finetune wrote.")]
 Weights = Annotated[Path | None, typer.Option(help="Local file of the backbone's weights.")]
@@ -39,7 +40,7 @@ def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
     """Take what a TOML file says for what the command line does not say."""
     if path is None:
         return None
-    with _bad_input():
+    with _one_sentence():
         if not path.is_file():
             raise FileNotFoundError(f"there is no file {path}")
         try:
@@ -122,6 +123,7 @@ def finetune(
     stress_key: StressKey = None,
     tensorboard: Annotated[bool, typer.Option(help="Write curves for TensorBoard to OUT/tensorboard.")] = False,
     settings_file: SettingsFile = None,
+    as_json: AsJson = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print all settings as TOML and the time of a step; train nothing.")
     ] = False,
@@ -136,9 +138,9 @@ def finetune(
     """
     from pmlip.commands.finetune import run
 
-    with _bad_input():
+    with _one_sentence():
         keys = {"energy_key": energy_key, "forces_key": forces_key, "stress_key": stress_key}
-        run(
+        record = run(
             train,
             valid,
             keys=keys,
@@ -152,7 +154,9 @@ def finetune(
             out=out,
             tensorboard=tensorboard,
             dry_run=dry_run,
+            quiet=as_json,
         )
+    _print_json(record, as_json and not dry_run and bool(record))
 
 
 def _options(pairs: list[str]) -> dict[str, float | int]:
@@ -195,7 +199,7 @@ def evaluate(
     """
     from pmlip.commands.evaluate import run
 
-    with _bad_input():
+    with _one_sentence():
         record = run(
             model,
             data,
@@ -236,7 +240,7 @@ def predict(
     """
     from pmlip.commands.predict import run
 
-    with _bad_input():
+    with _one_sentence():
         console = Console(quiet=as_json)
         record = run(model, data, out=out, samples=samples, seed=seed, weights=weights, trust=trust, console=console)
     _print_json(record, as_json)
@@ -265,7 +269,7 @@ def calibrate(
     """
     from pmlip.commands.calibrate import run
 
-    with _bad_input():
+    with _one_sentence():
         record = run(
             model,
             data,
@@ -298,7 +302,7 @@ def fold(
     """
     from pmlip.commands.fold import run
 
-    with _bad_input():
+    with _one_sentence():
         console = Console(quiet=as_json)
         record = run(model, out=out, sample=sample, seed=seed, weights=weights, trust=trust, console=console)
     _print_json(record, as_json)
@@ -312,7 +316,7 @@ def info(model: Model, as_json: AsJson = False) -> None:
     """
     from pmlip.commands.info import run
 
-    with _bad_input():
+    with _one_sentence():
         record = run(model, console=Console(quiet=as_json))
     _print_json(record, as_json)
 
@@ -351,7 +355,7 @@ def nbody(
         for name, count, ratio in parameter_table():
             typer.echo(f"{name:24} {count:8,} {ratio:5.2f}x")
         return
-    with _bad_input():
+    with _one_sentence():
         if preset not in benchmark.PRESETS:
             raise ValueError(f"unknown preset {preset!r}; allowed: {', '.join(benchmark.PRESETS)}")
         chosen = benchmark.PRESETS[preset]
@@ -383,7 +387,7 @@ def nbody_trials(
     """
     from pmlip.benchmark.nbody_trials import tune
 
-    with _bad_input():
+    with _one_sentence():
         tune(_listed(methods), out, jobs=jobs, console=Console())
 
 
@@ -401,7 +405,7 @@ def nbody_ablation(
     """
     from pmlip.benchmark.nbody_trials import ablate
 
-    with _bad_input():
+    with _one_sentence():
         ablate(out, seeds=seeds, jobs=jobs, console=Console())
 
 
@@ -433,7 +437,7 @@ def silica(
     """
     from pmlip.benchmark import silica as benchmark
 
-    with _bad_input():
+    with _one_sentence():
         benchmark.run(
             benchmark.SilicaSettings(
                 backbone=backbone,
@@ -467,7 +471,7 @@ def symmetry(
     """
     from pmlip.benchmark.symmetry import run
 
-    with _bad_input():
+    with _one_sentence():
         run(backbone, weights=weights, trust=trust, out=out, console=Console())
 
 
@@ -483,13 +487,16 @@ def _whole_numbers(text: str) -> list[int]:
 
 
 @contextlib.contextmanager
-def _bad_input() -> Iterator[None]:
-    """What was given cannot be used: one sentence and exit code 2, not a traceback."""
+def _one_sentence() -> Iterator[None]:
+    """An error in one sentence, not a traceback: exit code 2 for what cannot be used, 1 for what failed otherwise."""
     try:
         yield
     except (ValueError, FileNotFoundError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(BAD_INPUT) from error
+    except (ImportError, ConnectionError, MemoryError, CellError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(FAILED) from error
 
 
 @bench.command()
@@ -505,5 +512,5 @@ def speed(
     """
     from pmlip.benchmark.speed import run
 
-    with _bad_input():
+    with _one_sentence():
         run(only, out, Console(), backbone=backbone, weights=weights)

@@ -39,9 +39,11 @@ def run(
     out: Path,
     tensorboard: bool,
     dry_run: bool,
-) -> None:
+    quiet: bool,
+) -> dict[str, Any]:
+    """The summary of the run; empty after a dry run, and for all processes but the first."""
     fabric = _fabric()
-    console = Console(quiet=fabric.global_rank > 0)
+    console = Console(quiet=quiet or fabric.global_rank > 0)
     trained = methods.make(method, load_backbone(backbone, weights=weights, trust=trust), **options)
     structures, held_out = [], []
     for file in [train] if valid is None else [train, valid]:
@@ -73,7 +75,7 @@ def run(
         print(as_toml(given | dataclasses.asdict(config)))
         seconds, steps = seconds_per_step(trained, structures, config), config.steps(len(structures))
         print(f"# {steps} steps of {seconds:.2f} s: about {steps * len(trained.parts()) * seconds / 60:.0f} minutes")
-        return
+        return {}
     with progress_bar(console) as bar:
         task = bar.add_task("fine-tuning", total=None)
         best = float("inf")
@@ -93,7 +95,7 @@ def run(
             console.print("stopped, and nothing is lost: the same command goes on from here")
             raise
     if fabric.global_rank:
-        return
+        return {}
     trained.record = {
         "train": {"file": train.name, "structures": len(structures)},
         "valid": {"file": valid.name if valid else train.name, "structures": len(held_out)},
@@ -112,7 +114,8 @@ def run(
     if tensorboard:
         _write_tensorboard(out / "tensorboard", result.log)
     console.print(f"{result.steps} steps in {result.seconds:.0f} s; the model is {out / 'model.pt'}")
-    console.print(f"next: pmlip evaluate {out / 'model.pt'} TEST.extxyz")
+    console.print(f"next: pmlip evaluate {out / 'model.pt'} TEST.extxyz --report report.html")
+    return summary
 
 
 def _fabric() -> Fabric:
