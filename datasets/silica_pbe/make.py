@@ -7,6 +7,7 @@
     python make.py draw structures.extxyz                        # MD with CHGNet, random displacements, strains
     python make.py label structures.extxyz --pseudo upf_tools-0.0.1/tests/sssp --labels labels --jobs 2
     python make.py collect structures.extxyz --labels labels --out ../../src/pmlip/data/silica_pbe.extxyz.xz
+    python make.py restore ../../src/pmlip/data/silica_pbe.extxyz.xz --labels labels     # to go on from a collected set
 
 There is one file per finished label, so each step can be stopped and started again. README.md says what is in the set.
 """
@@ -203,8 +204,9 @@ def label(atoms: Atoms, pseudo: Path, accuracy: Accuracy) -> Atoms:
 
 
 def label_all(structures: list[Atoms], pseudo: Path, labels: Path, *, jobs: int) -> None:
-    """Label those without a file; `jobs` at once."""
+    """Label those without a file; `jobs` at once, in mixed order, so that a part of the labels is a small set already."""
     labels.mkdir(parents=True, exist_ok=True)
+    mixed = [structures[i] for i in np.random.default_rng(0).permutation(len(structures))]
 
     def work(atoms: Atoms) -> None:
         file = labels / f"{atoms.info['id']}.extxyz"
@@ -217,7 +219,7 @@ def label_all(structures: list[Atoms], pseudo: Path, labels: Path, *, jobs: int)
         print(file, f"{done.get_potential_energy() / len(done):.4f} eV/atom", flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(work, structures))
+        list(pool.map(work, mixed))
 
 
 def collect(structures: list[Atoms], labels: Path, out: Path) -> None:
@@ -237,6 +239,13 @@ def collect(structures: list[Atoms], labels: Path, out: Path) -> None:
         out.write_bytes(lzma.compress(plain.read_bytes(), preset=9))
     print(f"{len(found)} of {len(structures)} structures -> {out}, {out.stat().st_size / 1e3:.0f} kB")
     print(dict(Counter(atoms.info["part"] for atoms in found)))
+
+
+def restore(collected: list[Atoms], labels: Path) -> None:
+    """The files of labels that a collected set holds, so that only the others have to be computed."""
+    labels.mkdir(parents=True, exist_ok=True)
+    for atoms in collected:
+        write(labels / f"{atoms.info['id']}.extxyz", atoms, format="extxyz")
 
 
 # ---------------------------------------------------------------------------------------------------- convergence
@@ -291,12 +300,12 @@ def _distance(given: list[Atoms], best: list[Atoms]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    steps = {name: commands.add_parser(name) for name in ("converge", "draw", "label", "collect")}
-    for name in ("draw", "label", "collect"):
-        steps[name].add_argument("structures", type=Path, help="file of the unlabelled structures")
+    steps = {name: commands.add_parser(name) for name in ("converge", "draw", "label", "collect", "restore")}
+    for name in ("draw", "label", "collect", "restore"):
+        steps[name].add_argument("structures", type=Path, help="file of structures")
     for name in ("converge", "label"):
         steps[name].add_argument("--pseudo", type=Path, required=True, help="folder of the SSSP pseudopotentials")
-    for name in ("label", "collect"):
+    for name in ("label", "collect", "restore"):
         steps[name].add_argument("--labels", type=Path, required=True, help="folder with one file per finished label")
     for name in ("converge", "collect"):
         steps[name].add_argument("--out", type=Path, required=True, help="where the result goes")
@@ -308,6 +317,8 @@ def main() -> None:
         write(given.structures, list(draw()), format="extxyz")
     elif given.command == "label":
         label_all(read(given.structures, ":"), given.pseudo, given.labels, jobs=given.jobs)
+    elif given.command == "restore":
+        restore(read(given.structures, ":"), given.labels)
     else:
         collect(read(given.structures, ":"), given.labels, given.out)
 
