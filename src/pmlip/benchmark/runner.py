@@ -67,6 +67,7 @@ def run_cells(
                     write_json(cell.file(folder), future.result())
                 else:
                     failures[cell.name] = error
+                    console.print(f"{cell.name} failed: {error}")  # now, not only when all others are finished
                 bar.update(task, advance=1, description=f"cells, last {cell.name}")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
