@@ -204,7 +204,7 @@ def label(atoms: Atoms, pseudo: Path, accuracy: Accuracy) -> Atoms:
 
 
 def label_all(structures: list[Atoms], pseudo: Path, labels: Path, *, jobs: int) -> None:
-    """Label those without a file, `jobs` at once; in mixed order, so that a part of the labels is a small set already."""
+    """Label those without a file, `jobs` at once; in mixed order, so that a part of the labels is a small set."""
     labels.mkdir(parents=True, exist_ok=True)
     mixed = [structures[i] for i in np.random.default_rng(0).permutation(len(structures))]
 
