@@ -67,7 +67,7 @@ OF_METHOD: dict[str, dict[str, dict[str, Any]]] = {
         "rate-4e-3-long": {"learning_rate": 4e-3, "epochs": 300},
         "rate-4e-3-decay-0.03": {"learning_rate": 4e-3, "weight_decay": 0.03},
         "rate-8e-3": {"learning_rate": 8e-3},
-        "rate-4e-3-batch-50": {"learning_rate": 4e-3, "batch": 50, "epochs": 75},
+        "rate-4e-3-long-decay-0.03": {"learning_rate": 4e-3, "epochs": 300, "weight_decay": 0.03},
     },
 }
 
