@@ -112,6 +112,20 @@ def test_training_lowers_the_loss_and_repeats():
     assert not torch.equal(next(other.method.parameters()), first[0])
 
 
+def test_the_best_on_the_way_is_kept_if_asked():
+    recipe = Recipe(shrink=0.0, epochs=30, batch=20, learning_rate=1e-2)
+    seen = []
+
+    def watch(method):
+        seen.append([parameter.detach().clone() for parameter in method.parameters()])
+        return {"crps": [3.0, 1.0, 2.0][len(seen) - 1]}
+
+    kept = train(pegnn(), data(), replace(recipe, keep_best=True), seed=1, points=3, watch=watch)
+    assert all(torch.equal(a, b) for a, b in zip(kept.method.parameters(), seen[1], strict=True))
+    last = train(pegnn(), data(), recipe, seed=1, points=3)
+    assert all(torch.equal(a, b) for a, b in zip(last.method.parameters(), seen[2], strict=True))
+
+
 def test_averaging_can_be_left_out():
     recipe = Recipe(shrink=0.0, epochs=2, batch=20, average=0.0)
     method = Deterministic(SMALL)

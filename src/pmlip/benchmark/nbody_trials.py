@@ -128,20 +128,24 @@ def _run(cells: Sequence[Cell], preset: Preset, folder: Path, *, jobs: int, cons
 
 
 def table(results: dict[Cell, dict[str, Any]]) -> str:
-    """Scores on the validation data at the end of training, best CRPS first within a method."""
+    """Scores on the validation data at their best on the way and at the end; the best CRPS first within a method."""
     lines = [
-        "| method | variant | seed | MSE x 1e3 | CRPS x 1e2 | SSR | scaled: CRPS, SSR | training loss | seconds |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| method | variant | seed | best: epoch, CRPS x 1e2, SSR | end: epoch, MSE x 1e3 | CRPS x 1e2 | SSR | loss |",
+        "|---|---|---|---|---|---|---|---|",
     ]
 
+    def best(result: dict[str, Any]) -> dict[str, float]:
+        return min(result["validation_curve"], key=lambda point: point["crps"])
+
     def order(item: tuple[Cell, dict[str, Any]]) -> tuple[str, float]:
-        return item[0].method.partition("+")[0], item[1]["validation_curve"][-1]["crps"]
+        return item[0].method.partition("+")[0], best(item[1])["crps"]
 
     for cell, result in sorted(results.items(), key=order):
         method, _, variant = cell.method.partition("+")
-        end = result["validation_curve"][-1]
+        end, top = result["validation_curve"][-1], best(result)
         scores = (f"{scale * end[name]:.2f}" if name in end else "" for name, scale in SCALES.items())
-        scaled = f"{1e2 * end['scaled_crps']:.2f}, {end['scaled_ssr']:.2f}" if "scaled_ssr" in end else ""
-        rest = f"{scaled} | {end['loss']:.4f} | {result['training']['seconds']:.0f}"
-        lines.append(f"| {method} | {variant} | {cell.seed} | {' | '.join(scores)} | {rest} |")
+        ratio = f", {top['ssr']:.2f}" if "ssr" in top else ""
+        at_best = f"{top['epoch']}, {1e2 * top['crps']:.2f}{ratio}"
+        cells = [method, variant, cell.seed, at_best, f"{end['epoch']}, {next(scores)}", *scores, f"{end['loss']:.4f}"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"

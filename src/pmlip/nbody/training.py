@@ -1,6 +1,7 @@
 """Training of one method on one set of trajectories: AdamW, one cycle, averaged weights."""
 
 import copy
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ class Recipe:
     weight_decay: float = 0.1
     decay_noise: bool = False  # whether weight decay acts on W_z and the noise weights too
     average: float = 0.998  # decay of the running mean of the weights, which is what is kept; 0 keeps the last weights
+    keep_best: bool = False  # keep the weights with the best validation CRPS among those judged on the way
     clip: float = 1.0  # largest norm of the gradient
     warm_up: float = 0.1  # share of the steps in which the learning rate rises
     sharpness: float = 0.0  # radius of sharpness-aware steps (Foret et al. 2021), which cost two passes; 0: plain steps
@@ -39,7 +41,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Training:
-    method: Method  # with the averaged weights
+    method: Method  # with the averaged weights, at the end or at their best
     curve: list[dict[str, float]]  # epoch, training loss, and what `watch` gave
     seconds: float
     passes: int  # trajectories through the network and back
@@ -53,9 +55,9 @@ def train(
     seed: int,
     epochs: int | None = None,
     watch: Callable[[Method], dict[str, float]] | None = None,
-    points: int = 5,
+    points: int = 10,
 ) -> Training:
-    """Train a method; `watch` judges it at `points` moments for the curve, and decides nothing.
+    """Train a method; `watch` judges it at `points` moments for the curve and, if the recipe says so, for what is kept.
 
     epochs: how many passes over the data, where it is not what the recipe says for so many.
     """
@@ -71,6 +73,7 @@ def train(
         optimizer, recipe.learning_rate, total_steps=epochs * steps, pct_start=recipe.warm_up
     )
     averaged = copy.deepcopy(method)
+    best, best_crps = averaged, math.inf
     curve, done, passes, began = [], 0, 0, time.perf_counter()
     for epoch in range(1, epochs + 1):
         samples = recipe.samples[2 * (epoch - 1) // epochs] if method.trains_on_samples else 1
@@ -86,8 +89,11 @@ def train(
             # early on the mean is over few steps, so that the start is soon forgotten
             _move_towards(averaged, method, 1 - min(recipe.average, done / (done + 50)))
         if epoch * points // epochs != (epoch - 1) * points // epochs:
-            curve.append({"epoch": epoch, "loss": total / steps, **(watch(averaged) if watch else {})})
-    return Training(averaged, curve, time.perf_counter() - began, passes)
+            scores = watch(averaged) if watch else {}
+            curve.append({"epoch": epoch, "loss": total / steps, **scores})
+            if recipe.keep_best and scores.get("crps", math.inf) < best_crps:
+                best, best_crps = copy.deepcopy(averaged), scores["crps"]
+    return Training(best, curve, time.perf_counter() - began, passes)
 
 
 def _gradient(method: Method, batch: Trajectories, samples: int, generator: torch.Generator, recipe: Recipe) -> float:
