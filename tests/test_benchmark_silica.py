@@ -63,6 +63,7 @@ def test_from_end_to_end(tmp_path):
     ("arguments", "message"),
     [
         (["--methods", "blibb"], "did you mean 'blip'?"),
+        (["--methods", "p+published"], "unknown variant 'p+published'; allowed: blip+published"),
         (
             ["--sizes", "32", "--test", "30"],
             "70 structures in all were asked for",
@@ -94,9 +95,10 @@ def test_the_setting_of_the_paper_with_a_small_orb_and_a_file_of_its_form(tmp_pa
     )
     data = splits(3, settings)
     assert (len(data.train), len(data.valid), len(data.test)) == (3, 2, 4)
-    for method in ("p", "blip"):
+    for method in ("p", "blip+published"):
         result = work(Cell(f"orb_v3_direct_20_omat-train-{method}", 3, 0), settings=settings)
         assert result["test"]["force_crps"] > 0
         assert result["settings"]["data"] == "train.xyz"
+    assert result["settings"]["config"]["clip"] == 0.5
     with pytest.raises(ValueError, match=r"6 structures in all were asked for, .* holds 5"):
         splits(5, settings)

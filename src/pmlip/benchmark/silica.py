@@ -24,6 +24,19 @@ from pmlip.training import FinetuneConfig, finetune
 
 SHIPPED = "silica-pbe"
 
+# "method+variant" is the same method fine-tuned otherwise. BLIP's published schedule counts steps but is advanced once
+# per epoch, so its rates rise until the end.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "blip+published": {
+        "backbone_rate": 1e-5,
+        "noise_rate": 1e-4,
+        "batch": 8,
+        "epochs": 50,
+        "clip": 0.5,
+        "warm_up": 1.0,
+    },
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class SilicaSettings:
@@ -51,12 +64,14 @@ def run(
 ) -> None:
     """Run the cells that are not finished, then write the table and the figure of all that are."""
     for name in names:
-        methods.check(name)
+        methods.check(name.partition("+")[0])
+        if "+" in name and name not in VARIANTS:
+            raise ValueError(f"unknown variant {name!r}; allowed: {', '.join(VARIANTS)}")
     splits(max(sizes), settings)  # before anything is computed: are there enough structures?
     prefix = f"{_slug(settings.backbone)}-{_slug(_stem(settings.data))}"
     cells = [Cell(f"{prefix}-{name}", size, seed) for size in sizes for name in names for seed in range(seeds)]
     for cell, result in read_cells(folder).items():
-        if cell in cells and result["settings"] != _described(settings):
+        if cell in cells and result["settings"] != _described(settings, _method(cell)):
             raise ValueError(f"{cell.file(folder)} was made with other settings; give another folder with --out")
     run_cells(cells, partial(work, settings=settings), folder, jobs=jobs, console=console)
     results = read_cells(folder)
@@ -82,9 +97,17 @@ def _stem(given: str) -> str:
     return _file(given).stem
 
 
-def _described(settings: SilicaSettings) -> dict[str, Any]:
+def _method(cell: Cell) -> str:
+    return cell.method.split("-", 2)[2]
+
+
+def _config(settings: SilicaSettings, name: str) -> FinetuneConfig:
+    return replace(settings.config, **VARIANTS.get(name, {}))
+
+
+def _described(settings: SilicaSettings, name: str) -> dict[str, Any]:
     """The settings as a result file holds them; of files only their names, which are the same on every machine."""
-    content = asdict(settings)
+    content = asdict(replace(settings, config=_config(settings, name)))
     content["data"] = _file(settings.data).name
     content["test_data"] = _file(settings.test_data).name if settings.test_data else None
     content["unseen"] = [_file(file).name for file in settings.unseen]
@@ -137,12 +160,12 @@ def _check_enough(needed: int, held: int, settings: SilicaSettings) -> None:
 
 def work(cell: Cell, *, settings: SilicaSettings) -> dict[str, Any]:
     """Fine-tune one method and judge it."""
-    name = cell.method.split("-", 2)[2]
+    name = _method(cell)
     data = splits(cell.size, settings)
     torch.manual_seed(cell.seed)  # of what a method adds to the backbone
-    model = methods.make(name, load_backbone(settings.backbone, weights=settings.weights))
+    model = methods.make(name.partition("+")[0], load_backbone(settings.backbone, weights=settings.weights))
     began = time.perf_counter()
-    config = replace(settings.config, seed=cell.seed)
+    config = replace(_config(settings, name), seed=cell.seed)
     done = finetune(model, data.train, valid=data.valid, config=config)
     seconds = time.perf_counter() - began
     inside = evaluate(model, data.test, samples=settings.test_samples)
@@ -169,7 +192,7 @@ def work(cell: Cell, *, settings: SilicaSettings) -> dict[str, Any]:
     for place, structures in data.unseen.items():
         outside = evaluate(model, structures, samples=settings.test_samples)
         result["unseen"][place] = _flat(outside) | (compare(inside, outside) if inside.spread.any() else {})
-    return {**result, "settings": _described(settings), **environment()}
+    return {**result, "settings": _described(settings, name), **environment()}
 
 
 def _flat(evaluation: Evaluation) -> dict[str, float]:
@@ -285,7 +308,7 @@ def figure(results: dict[Cell, dict[str, Any]], path: Path) -> None:
         for column, name in enumerate(shown):
             title, scale, _ = COLUMNS[name]
             axes = picture.add_subplot(len(places), len(shown), len(shown) * line + column + 1)
-            for number, method in enumerate(methods.available()):
+            for number, method in enumerate([*methods.available(), *VARIANTS]):
                 of_method = [r for r in rows if (r["backbone"], r["data"], r["method"]) == (*place, method)]
                 found = [row for row in of_method if name in row]
                 if found:
