@@ -118,12 +118,13 @@ def test_the_best_on_the_way_is_kept_if_asked():
 
     def watch(method):
         seen.append([parameter.detach().clone() for parameter in method.parameters()])
-        return {"crps": [3.0, 1.0, 2.0][len(seen) - 1]}
+        return {"crps": [3.0, 1.0, 2.0, 2.0, 0.5][len(seen) - 1]}
 
-    kept = train(pegnn(), data(), replace(recipe, keep_best=True), seed=1, points=3, watch=watch)
+    kept = train(pegnn(), data(), replace(recipe, patience=1), seed=1, points=5, watch=watch)
+    assert len(kept.curve) == len(seen) == 4  # the second judgement without a better one is the last
     assert all(torch.equal(a, b) for a, b in zip(kept.method.parameters(), seen[1], strict=True))
-    last = train(pegnn(), data(), recipe, seed=1, points=3)
-    assert all(torch.equal(a, b) for a, b in zip(last.method.parameters(), seen[2], strict=True))
+    with pytest.raises(ValueError, match="must be watched on validation data"):
+        train(pegnn(), data(), replace(recipe, patience=1), seed=1)
 
 
 def test_averaging_can_be_left_out():

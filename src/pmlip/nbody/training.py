@@ -27,7 +27,10 @@ class Recipe:
     weight_decay: float = 0.1
     decay_noise: bool = False  # whether weight decay acts on W_z and the noise weights too
     average: float = 0.998  # decay of the running mean of the weights, which is what is kept; 0 keeps the last weights
-    keep_best: bool = False  # keep the weights with the best validation CRPS among those judged on the way
+    patience: int | None = (
+        None  # keep the weights with the best validation CRPS among those judged on the way, and stop
+    )
+    #   after so many judgements without a better one; None keeps those at the end
     clip: float = 1.0  # largest norm of the gradient
     warm_up: float = 0.1  # share of the steps in which the learning rate rises
     sharpness: float = 0.0  # radius of sharpness-aware steps (Foret et al. 2021), which cost two passes; 0: plain steps
@@ -63,6 +66,8 @@ def train(
     """
     if recipe.batch > len(data):
         raise ValueError(f"a batch of {recipe.batch} cannot be taken from {len(data)} trajectories")
+    if recipe.patience is not None and watch is None:
+        raise ValueError(f"with patience={recipe.patience} a method must be watched on validation data")
     if method.trains_on_samples and min(recipe.samples) < 2:
         raise ValueError(f"the CRPS trains on at least 2 samples, got samples={recipe.samples}")
     generator = torch.Generator().manual_seed(seed)
@@ -73,7 +78,7 @@ def train(
         optimizer, recipe.learning_rate, total_steps=epochs * steps, pct_start=recipe.warm_up
     )
     averaged = copy.deepcopy(method)
-    best, best_crps = averaged, math.inf
+    best, best_crps, worse = averaged, math.inf, 0
     curve, done, passes, began = [], 0, 0, time.perf_counter()
     for epoch in range(1, epochs + 1):
         samples = recipe.samples[2 * (epoch - 1) // epochs] if method.trains_on_samples else 1
@@ -91,8 +96,13 @@ def train(
         if epoch * points // epochs != (epoch - 1) * points // epochs:
             scores = watch(averaged) if watch else {}
             curve.append({"epoch": epoch, "loss": total / steps, **scores})
-            if recipe.keep_best and scores.get("crps", math.inf) < best_crps:
-                best, best_crps = copy.deepcopy(averaged), scores["crps"]
+            if recipe.patience is not None:
+                if scores["crps"] < best_crps:
+                    best, best_crps, worse = copy.deepcopy(averaged), scores["crps"], 0
+                else:
+                    worse += 1
+                if worse > recipe.patience:
+                    break
     return Training(best, curve, time.perf_counter() - began, passes)
 
 
