@@ -28,9 +28,8 @@ class Recipe:
     decay_noise: bool = False  # whether weight decay acts on W_z and the noise weights too
     average: float = 0.998  # decay of the running mean of the weights, which is what is kept; 0 keeps the last weights
     patience: int | None = (
-        None  # keep the weights with the best validation CRPS among those judged on the way, and stop
+        None  # keep the weights with the best validation CRPS, and stop so long after; None: the last
     )
-    #   after so many judgements without a better one; None keeps those at the end
     clip: float = 1.0  # largest norm of the gradient
     warm_up: float = 0.1  # share of the steps in which the learning rate rises
     sharpness: float = 0.0  # radius of sharpness-aware steps (Foret et al. 2021), which cost two passes; 0: plain steps
@@ -60,7 +59,8 @@ def train(
     watch: Callable[[Method], dict[str, float]] | None = None,
     points: int = 10,
 ) -> Training:
-    """Train a method; `watch` judges it at `points` moments for the curve and, if the recipe says so, for what is kept.
+    """Train a method; `watch` judges it at `points` moments for the curve and, if the recipe says so, for what is kept
+    and when to stop.
 
     epochs: how many passes over the data, where it is not what the recipe says for so many.
     """
