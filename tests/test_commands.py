@@ -81,6 +81,32 @@ def test_evaluate_leaves_out_what_was_trained_on(finetuned, tmp_path):
     assert "|F| alone" in table
 
 
+def test_a_report_of_two_models_side_by_side(finetuned, tmp_path):
+    pytest.importorskip("chemiscope", reason="the report needs chemiscope")
+    out, _ = finetuned
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "test.extxyz", read(QUARTZ, index=":3" if name == "a" else "3:6"))
+    arguments = [
+        "evaluate",
+        out / "model.pt",
+        tmp_path / "a" / "test.extxyz",
+        "--unseen",
+        tmp_path / "b" / "test.extxyz",
+    ]
+    (tmp_path / "other.pt").write_bytes((out / "model.pt").read_bytes())
+    arguments += ["--compare", tmp_path / "other.pt", "--samples", "3", "--report", tmp_path / "report.html", "--json"]
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    inside, outside = (str(tmp_path / name / "test.extxyz") for name in ("a", "b"))
+    assert {inside, outside, "compared"} <= record.keys()
+    assert record["compared"]["other"]["forces"] == record[inside]["forces"]
+    text = (tmp_path / "report.html").read_text()
+    assert "p-chgnet: Errors of the forces" in text
+    assert "other: Errors of the forces" in text
+
+
 def test_two_processes_by_torchrun_give_what_one_gives(tmp_path):
     """Deterministic, since from zero noise weights the first step of P is decided by rounding.
 

@@ -39,7 +39,8 @@ def run(
     report: Path | None,
     console: Console,
 ) -> dict[str, Any]:
-    names = _names([path, *others])
+    names = _names([path, *others], [p.resolve().parent.name if p.stem == "model" else p.stem for p in (path, *others)])
+    called = _names([data, *unseen], [file.name for file in (data, *unseen)])
     left_out = _excluded(exclude)
     structures = {}
     for file in (data, *unseen):
@@ -57,20 +58,20 @@ def run(
             with in_file(file):
                 check_structures(loaded.backbone, structures[file], range(len(structures[file])))
             with progress_bar(console) as bar:
-                task = bar.add_task(f"{names[given]} on {file.name}", total=len(structures[file]))
+                task = bar.add_task(f"{names[given]} on {called[file]}", total=len(structures[file]))
                 show = partial(_show_structures, bar, task)
                 result = evaluate(loaded, structures[file], samples=samples, seed=seed, progress=show)
-            console.print(_table(f"{names[given]} on {file.name}", result))
-            (judged if file is data else outside).append(Judged(names[given], file.name, structures[file], result))
+            console.print(_table(f"{names[given]} on {called[file]}", result))
+            (judged if file is data else outside).append(Judged(names[given], called[file], structures[file], result))
             if given is not path:
                 record.setdefault("compared", {})[names[given]] = as_record(result)
                 continue
-            record[file.name] = as_record(result)
+            record[called[file]] = as_record(result)
             if file is not data and judged[0].evaluation.spread.any():
                 against = compare(judged[0].evaluation, result)
-                record[file.name]["against"] = {data.name: against}
+                record[called[file]]["against"] = {called[data]: against}
                 console.print(
-                    f"{file.name} against {data.name}: error times {against['error_ratio']:.2f}, spread times "
+                    f"{called[file]} against {called[data]}: error times {against['error_ratio']:.2f}, spread times "
                     f"{against['spread_ratio']:.2f}; AUROC of the spread {against['auroc_spread']:.2f}, of the error "
                     f"{against['auroc_error']:.2f}"
                 )
@@ -83,10 +84,11 @@ def run(
     return record
 
 
-def _names(paths: Sequence[Path]) -> dict[Path, str]:
-    """What the models are called: their folder for a file called model.pt, and the whole path where two are alike."""
-    short = [path.resolve().parent.name if path.stem == "model" else path.stem for path in paths]
-    return {path: name if short.count(name) == 1 else str(path) for path, name in zip(paths, short, strict=True)}
+def _names(paths: Sequence[Path], short: Sequence[str]) -> dict[Path, str]:
+    """What the files are called: their short name, and the whole path where two files share it."""
+    named = dict(zip(paths, short, strict=True))
+    taken = list(named.values())
+    return {path: name if taken.count(name) == 1 else str(path) for path, name in named.items()}
 
 
 def _show_structures(bar: Progress, task: TaskID, done: int, total: int) -> None:

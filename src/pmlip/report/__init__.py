@@ -36,6 +36,7 @@ def write_report(
     records: what is to be said of how each model was made, by its name.
     """
     try:
+        import chemiscope  # noqa: F401  to say so now, not after the work
         from jinja2 import Environment, PackageLoader
         from markupsafe import Markup
     except ImportError as error:

@@ -50,8 +50,5 @@ def view(judged: Judged) -> str:
 
 def viewer_code() -> str:
     """Chemiscope's own code, from its package."""
-    try:
-        code = importlib.resources.files("chemiscope") / "sphinx" / "static" / "chemiscope.min.js"
-    except ImportError as error:
-        raise ImportError("a report needs: pip install 'pmlip[report]'") from error
+    code = importlib.resources.files("chemiscope") / "sphinx" / "static" / "chemiscope.min.js"
     return code.read_text().replace("</script", "<\\/script")
