@@ -63,6 +63,7 @@ def test_from_end_to_end(tmp_path):
     ("arguments", "message"),
     [
         (["--methods", "blibb"], "did you mean 'blip'?"),
+        (["--data", "silica-pbe", "--unseen", "edi.npz"], "silica-pbe has test and unseen sets of its own"),
         (["--methods", "p+published"], "unknown variant 'p+published'; allowed: blip+published"),
         (
             ["--sizes", "32", "--test", "30"],
@@ -98,7 +99,7 @@ def test_the_setting_of_the_paper_with_a_small_orb_and_a_file_of_its_form(tmp_pa
     for method in ("p", "blip+published"):
         result = work(Cell(f"orb_v3_direct_20_omat-train-{method}", 3, 0), settings=settings)
         assert result["test"]["force_crps"] > 0
-        assert result["settings"]["data"] == "train.xyz"
+        assert result["settings"]["data"] == "tan_silica:train.xyz"
     assert result["settings"]["config"]["clip"] == 0.5
     with pytest.raises(ValueError, match=r"6 structures in all were asked for, .* holds 5"):
         splits(5, settings)

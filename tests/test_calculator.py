@@ -103,6 +103,8 @@ def test_ensembles_have_members_and_row_noise_has_none():
     assert atoms.calc.samples == 3
     assert atoms.get_forces().shape == (3, 3)
     assert len(atoms.calc.members()) == 3
+    with pytest.raises(ValueError, match="numbered 0 to 2, got 3"):
+        ensemble.member(3)
     blip = water(methods.make("blip", tiny_backbone()))
     assert blip.get_forces().shape == (3, 3)
     with pytest.raises(ValueError, match="a sample of BLIP is no potential"):

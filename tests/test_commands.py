@@ -269,14 +269,14 @@ def test_a_settings_file_and_flags_mean_the_same(tmp_path):
         *("--dry-run", "--out", "x"),
     )
     assert by_file.exit_code == by_flags.exit_code == 0, by_file.output
-    settings, timing = by_file.output.rsplit("#", 1)
-    assert settings == by_flags.output.rsplit("#", 1)[0]
+    settings, timing = by_file.stdout.rsplit("#", 1)
+    assert settings == by_flags.stdout.rsplit("#", 1)[0]
     assert "epochs = 2" in settings
     assert "noise_rate = 0.05" in settings
     assert "4 steps of" in timing
-    (tmp_path / "printed.toml").write_text("\n".join(line for line in settings.splitlines() if " = " in line))
+    (tmp_path / "printed.toml").write_text(by_file.stdout)
     again = invoke("finetune", "--settings", tmp_path / "printed.toml", "--dry-run")
-    assert again.output.rsplit("#", 1)[0] == settings
+    assert again.stdout.rsplit("#", 1)[0] == settings
     assert not Path("x").exists()
 
 

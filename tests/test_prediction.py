@@ -73,8 +73,25 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(model, tmp_path, monkeypat
     assert (tmp_path / "out.extxyz").read_text() == (tmp_path / "whole.extxyz").read_text()
 
 
+def test_references_that_are_there_already_stay(model, tmp_path):
+    """The predictions of one model as the input of another: the DFT labels are still those of DFT."""
+    (atoms,) = water(1)
+    atoms.calc = SinglePointCalculator(atoms, energy=-1.5, forces=np.ones((3, 3)))
+    write(tmp_path / "in.extxyz", atoms)
+    predict_file(model, tmp_path / "in.extxyz", tmp_path / "first.extxyz", samples=4)
+    predict_file(model, tmp_path / "first.extxyz", tmp_path / "second.extxyz", samples=4, seed=1)
+    assert read(tmp_path / "second.extxyz").info["REF_energy"] == -1.5
+
+
+def test_what_failed_at_the_start_leaves_nothing_behind(model, tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        predict_file(model, tmp_path / "misspelt.extxyz", tmp_path / "out.extxyz", samples=4)
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_was_begun_otherwise_is_not_continued(model, tmp_path):
     write(tmp_path / "in.extxyz", water(2))
+    (tmp_path / "out.extxyz.partial").touch()
     (tmp_path / "out.extxyz.partial.json").write_text('{"samples": 7}')
     with pytest.raises(ValueError, match=r"out.extxyz.partial was begun with another model, source, bytes, samples"):
         predict_file(model, tmp_path / "in.extxyz", tmp_path / "out.extxyz", samples=4)

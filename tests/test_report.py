@@ -45,10 +45,10 @@ def judged(model, data, name="data.extxyz", called="p-tiny"):
     return Judged(called, name, data, evaluate(model, data, samples=32))
 
 
-def drawn(*, error, name="data.extxyz", count=40, atoms=6):
+def drawn(*, error, name="data.extxyz", count=40, atoms=6, same=False):
     """A model whose errors are normal, and `error` times as large as its spread, which differs between atoms."""
     random = np.random.default_rng(0)
-    width = np.repeat(random.uniform(0.2, 2, (count * atoms, 1)), 3, 1)
+    width = np.ones((count * atoms, 3)) if same else np.repeat(random.uniform(0.2, 2, (count * atoms, 1)), 3, 1)
     samples = width * random.normal(size=(32, count * atoms, 3))
     target = error * width * random.normal(size=(count * atoms, 3))
     system = torch.repeat_interleave(torch.arange(count), atoms)
@@ -87,7 +87,8 @@ def test_sentences_say_what_is_wrong():
     assert "it knows more than that large forces have large errors" in said(right)
     narrow = said(drawn(error=2.0))
     assert "over-confident; a factor of" in narrow
-    assert float(re.search(r"a factor of ([\d.]+) mends it", narrow)[1]) == pytest.approx(2.0, rel=0.1)
+    assert "worse by" in said(drawn(error=2.0, same=True))
+    assert float(re.search(r"a factor of ([\d.]+) on the spread mends it", narrow)[1]) == pytest.approx(2.0, rel=0.1)
     assert "under-confident; a factor of 0.4" in said(drawn(error=0.4))
     far = said(right, unseen=[drawn(error=4.0, name="far.extxyz")])
     assert re.search(

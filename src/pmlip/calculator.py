@@ -41,7 +41,9 @@ class PMLIPCalculator(Calculator):
     forces_ensemble (K, atom, 3), stress_ensemble (K, 6), and forces_comm, the second once more.
 
     point: "mean" of the samples, or "zero", the prediction without noise, for energy, forces and stress. The samples
-    are those of the seed at every call, so the energy is a smooth function of the positions.
+    are those of the seed at every call, so for perturbed models and ensembles the energy is as smooth a function of the
+    positions as the backbone's. Where noise belongs to rows or is added to the forces (BLIP, dropout, the Gaussians),
+    take "zero" for relaxation and MD.
     """
 
     implemented_properties: ClassVar[list[str]] = [

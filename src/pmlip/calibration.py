@@ -85,6 +85,9 @@ def calibrate(
     """
     listed = as_structures(valid)
     model.check_spread()
+    model.scale_spread(1.0)  # refuses now what cannot be scaled
+    if not 0 < level < 1:
+        raise ValueError(f"the level of an interval lies between 0 and 1, got {level}")
     target = labels(listed).forces
     if not bool(target.isfinite().all()):
         raise ValueError("the spread is fitted to forces, and not every structure carries them")

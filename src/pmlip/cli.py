@@ -296,7 +296,9 @@ def fold(
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write one sample as an ordinary file of the potential's own package, which then needs no pmlip.
+    """Write one sample as an ordinary file of the potential's own package.
+
+    A sample of CHGNet or Orb then needs no pmlip; one of MACE does, and SevenNet's format cannot hold one.
 
     Example: pmlip fold p-chgnet/model.pt --sample 3 --out sample-3.pth.tar
     """

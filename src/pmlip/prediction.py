@@ -14,7 +14,7 @@ from ase.io import write
 from pmlip.calculator import annotated, uncertainties
 from pmlip.files import write_json
 from pmlip.methods.base import Method
-from pmlip.reading import iterate
+from pmlip.reading import check_file, iterate
 from pmlip.structures import StructureError, as_structures
 
 BATCH = 64  # structures between two writes
@@ -38,12 +38,13 @@ def predict_file(
     settings it goes on from there. progress(done, all) is told the number of structures; `all` may not be known.
     """
     source, out = Path(source), Path(out)
+    check_file(source)
     model.check_spread()
     count = model.fixed_samples or samples
     if out.exists():
         raise ValueError(f"{out} exists already; remove it, or give another name")
     partial, notes = out.with_name(f"{out.name}.partial"), out.with_name(f"{out.name}.partial.json")
-    asked = {"model": identity, "source": source.name, "bytes": source.stat().st_size if source.is_file() else 0}
+    asked: dict[str, Any] = {"model": identity, "source": source.name, "bytes": source.stat().st_size}
     asked |= {"samples": count, "seed": seed}
     done = _resume(partial, notes, asked)
     total = count_structures(source)
@@ -74,15 +75,13 @@ def predict_file(
 
 def _resume(partial: Path, notes: Path, asked: dict[str, Any]) -> int:
     """How many structures are there already; what was cut off in the middle of one is removed."""
-    if not notes.exists():
+    if not notes.exists() or not partial.exists():
         partial.unlink(missing_ok=True)
         write_json(notes, asked)
         return 0
     if (found := json.loads(notes.read_text())) != asked:
         changed = ", ".join(name for name in asked if found.get(name) != asked[name])
         raise ValueError(f"{partial} was begun with another {changed}; remove {notes} to start anew")
-    if not partial.exists():
-        return 0
     ends = list(_frame_ends(partial))
     os.truncate(partial, ends[-1] if ends else 0)
     return len(ends)
@@ -115,11 +114,14 @@ def _frame_ends(path: Path) -> Iterator[int]:
 
 
 def _with_references(atoms: Atoms) -> Atoms:
-    """A copy whose labels are called REF_energy and so on, so that predictions can take their names."""
+    """A copy whose labels are called REF_energy and so on, so that predictions can take their names.
+
+    What is called so already stays: then the results are those of another potential.
+    """
     results = atoms.calc.results if atoms.calc is not None else {}
     renamed = atoms.copy()
     for name in LABELS:
+        place = renamed.arrays if name == "forces" else renamed.info
         if name in results:
-            place = renamed.arrays if name == "forces" else renamed.info
-            place[f"REF_{name}"] = results[name]
+            place.setdefault(f"REF_{name}", results[name])
     return renamed

@@ -88,7 +88,7 @@ def read_structures(
 def iterate(path: str | Path) -> Iterator[Atoms]:
     """The structures of a file one by one, as they are in it: it may be larger than memory (but for npz)."""
     path = Path(path)
-    _check_file(path)
+    check_file(path)
     try:
         if path.suffix == ".npz":
             yield from _read_npz(path)
@@ -105,7 +105,8 @@ def iterate(path: str | Path) -> Iterator[Atoms]:
         raise ValueError(f"{path}: it cannot be read: {error or type(error).__name__}") from error
 
 
-def _check_file(path: Path) -> None:
+def check_file(path: Path) -> None:
+    """Refuse a file that is not there or is empty."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     if path.stat().st_size == 0:

@@ -23,7 +23,8 @@ except ImportError as error:
 class TorchSimModel(ModelInterface):
     """The mean of K samples for many systems at once, and energy_uncertainty (system,), forces_uncertainty (atom, 3).
 
-    The samples are those of the seed at every step, so that the energy is a smooth function of the positions.
+    The samples are those of the seed at every step, so that for perturbed models and ensembles the energy is as smooth
+    a function of the positions as the backbone's.
     """
 
     def __init__(self, model: Method, *, samples: int = 8, seed: int = 0) -> None:

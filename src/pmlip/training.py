@@ -135,12 +135,9 @@ def finetune(
     return runs[0] if len(runs) == 1 else replace(runs[0], seconds=sum(run.seconds for run in runs))
 
 
-def seconds_per_step(model: Method, train: Sequence[Atoms], config: FinetuneConfig) -> float:
+def seconds_per_step(model: Method, train: Sequence[Atoms], config: FinetuneConfig, fabric: "Fabric") -> float:
     """How long a step takes, the second one: the first pays for what happens once. The model stays as it is."""
-    from lightning_fabric import Fabric
-
     part = copy.deepcopy(model.parts()[0])
-    fabric = Fabric(accelerator=next(part.parameters()).device.type, devices=1)
     run = _Run(part, list(train), [], replace(config, offsets=False), None, fabric)
     part.train()
     run._train_step()

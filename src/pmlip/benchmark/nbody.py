@@ -169,12 +169,11 @@ def work(cell: Cell, *, preset: Preset, folder: Path, seeds: int) -> dict[str, A
         with atomic_write(weights / f"{cell.name}.pt") as file:
             torch.save(method.state_dict(), file)
     factor = _spread_factor(method, sets["valid"], settings)
-    if curve and factor is not None:
-        curve[-1] |= factor
     return {
         "cell": asdict(cell),
         **({} if preset.validation_only else _tests(method, sets, settings, factor)),
         "validation_curve": curve,
+        "validation_scaled": factor,
         "training": training,
         "settings": _described(cell, preset),
         **environment("numba"),
@@ -182,14 +181,16 @@ def work(cell: Cell, *, preset: Preset, folder: Path, seeds: int) -> dict[str, A
 
 
 def _spread_factor(method: Method, valid: Trajectories, settings: NBodySettings) -> dict[str, float] | None:
-    """The factor for the spread that fits the validation data best, and the scores with it; None without a spread."""
-    count = method.fixed_samples or settings.validation_samples
-    if count < 3:
+    """The factor for the spread that fits the validation data best, and the scores with it.
+
+    None where the number of samples is fixed: about the mean of three samples, say, scores could not be trusted.
+    """
+    if method.fixed_samples is not None or settings.validation_samples < 3:
         return None
-    drawn = method.sample(valid, samples=count)
+    drawn = method.sample(valid, samples=settings.validation_samples)
     factor = best_factor(drawn.positions, valid.target.flatten(0, 1))
     scores = judge(_scaled(drawn, factor), valid)
-    return {"spread_factor": factor, **{f"scaled_{name}": value for name, value in scores.items()}}
+    return {"spread_factor": factor, **scores}
 
 
 def _scaled(samples: Samples, factor: float) -> Samples:
@@ -202,7 +203,8 @@ def _tests(
 ) -> dict[str, Any]:
     """Scores on the test data: of K samples, of three of them, of the prediction without noise; and their cost.
 
-    "as trained" or with the spread scaled by the factor that fits the validation data best, for all methods alike.
+    "as trained" or with the spread scaled by the factor that fits the validation data best, for all methods alike but
+    ensembles, whose few samples do not allow it.
     """
     data = sets["test"]
     samples = method.fixed_samples or settings.test_samples

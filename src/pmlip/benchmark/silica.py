@@ -46,7 +46,7 @@ class SilicaSettings:
     unseen: tuple[str, ...] = ()  # files of other structures; silica-pbe has its own
     weights: str | None = None  # local file of the backbone's weights
     test: int = 400
-    valid_share: float = 0.25  # of the training structures, as many again to validate on; at least 8
+    valid_share: float = 0.25  # of the training structures, as many again to validate on; at least 8, if there are
     test_unseen: int = 100  # structures of each unseen file
     test_samples: int = 32
     config: FinetuneConfig = field(default_factory=FinetuneConfig)
@@ -97,6 +97,12 @@ def _stem(given: str) -> str:
     return _file(given).stem
 
 
+def _without_folder(given: str) -> str:
+    """The same without the folder of the file; how it is read ("name:") belongs to the settings."""
+    reader, colon, _ = given.rpartition(":")
+    return f"{reader}{colon}{_file(given).name}"
+
+
 def _method(cell: Cell) -> str:
     return cell.method.split("-", 2)[2]
 
@@ -108,9 +114,9 @@ def _config(settings: SilicaSettings, name: str) -> FinetuneConfig:
 def _described(settings: SilicaSettings, name: str) -> dict[str, Any]:
     """The settings as a result file holds them; of files only their names, which are the same on every machine."""
     content = asdict(replace(settings, config=_config(settings, name)))
-    content["data"] = _file(settings.data).name
-    content["test_data"] = _file(settings.test_data).name if settings.test_data else None
-    content["unseen"] = [_file(file).name for file in settings.unseen]
+    content["data"] = _without_folder(settings.data)
+    content["test_data"] = _without_folder(settings.test_data) if settings.test_data else None
+    content["unseen"] = [_without_folder(file) for file in settings.unseen]
     content["weights"] = Path(settings.weights).name if settings.weights else None
     read_back: dict[str, Any] = json.loads(json.dumps(content))
     return read_back
@@ -128,11 +134,15 @@ def splits(size: int, settings: SilicaSettings) -> Splits:
     """The structures of a cell; the same for all seeds, and a smaller training set is the beginning of a larger one."""
     wanted = max(8, round(settings.valid_share * size))
     if settings.data == SHIPPED:
+        if settings.test_data or settings.unseen:
+            raise ValueError(f"{SHIPPED} has test and unseen sets of its own; give others together with other --data")
         train, valid, test = (datasets.silica_pbe(part) for part in ("train", "valid", "test"))
         _check_enough(size, len(train), settings)
         unseen = {part: datasets.silica_pbe(part) for part in datasets.UNSEEN_SILICA_PBE}
         return Splits(train[:size], valid[:wanted], test, unseen)
     unseen = {_stem(file): _some(datasets.read_set(file), settings.test_unseen) for file in settings.unseen}
+    if len(unseen) < len(settings.unseen):
+        raise ValueError(f"files of unseen structures must have different names, got {', '.join(settings.unseen)}")
     structures = datasets.read_set(settings.data)
     if settings.test_data is not None:
         # as in the paper: training from the front of the file, validation from its end

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from pmlip import model
 from pmlip.calibration import calibrate
-from pmlip.commands.checks import check_structures, in_file
+from pmlip.commands.checks import check_new_file, check_structures, in_file
 from pmlip.progress import progress_bar
 from pmlip.reading import read_structures
 
@@ -27,8 +27,7 @@ def run(
     trust: bool,
     console: Console,
 ) -> dict[str, Any]:
-    if out.exists():
-        raise ValueError(f"{out} exists already; remove it, or give another name")
+    check_new_file(out)
     loaded = model.load(path, weights=weights, trust=trust)
     structures, found = read_structures(data, **keys)
     console.print(str(found))
@@ -56,8 +55,9 @@ def run(
         console.print(f"Intervals of guaranteed {level:.0%} coverage need more than {result.structures} structures.")
     else:
         console.print(
-            f"A force component of a structure like these lies within mean ± {result.conformal:.2f} sigma with at "
-            f"least {level:.0%} probability (conformal); sigma is the spread times sqrt(1 + 1/K)."
+            f"With these {record['samples']} samples, a force component of a structure like these lies within mean ± "
+            f"{result.conformal:.2f} sigma with at least {level:.0%} probability (conformal); sigma is the spread "
+            "times sqrt(1 + 1/K)."
         )
     console.print(f"the scaled model is {out}")
     return dict(loaded.record["calibration"])

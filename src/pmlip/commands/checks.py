@@ -20,6 +20,18 @@ def check_structures(backbone: Backbone, structures: Sequence[Atoms], indices: S
             raise error.after(index) from None
 
 
+def check_folder(path: Path) -> None:
+    """Find out now whether a file can be written there."""
+    if not path.resolve().parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to")
+
+
+def check_new_file(path: Path) -> None:
+    check_folder(path)
+    if path.exists():
+        raise ValueError(f"{path} exists already; remove it, or give another name")
+
+
 def chosen(available: int, count: int | None, seed: int, path: Path) -> list[int]:
     if count is None:
         return list(range(available))

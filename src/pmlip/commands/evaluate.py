@@ -13,12 +13,12 @@ from rich.table import Table
 
 from pmlip import model
 from pmlip.benchmark.record import environment
-from pmlip.commands.checks import check_structures, chosen, in_file
+from pmlip.commands.checks import check_folder, check_structures, chosen, in_file
 from pmlip.evaluation import Evaluation, as_record, compare, evaluate
 from pmlip.files import write_json
 from pmlip.progress import progress_bar
 from pmlip.reading import read_structures
-from pmlip.report import Judged, write_report
+from pmlip.report import Judged, check_installed, write_report
 from pmlip.structures import fingerprint
 
 
@@ -39,6 +39,11 @@ def run(
     report: Path | None,
     console: Console,
 ) -> dict[str, Any]:
+    if report is not None:
+        check_installed()
+    for file in (out, report):
+        if file is not None:
+            check_folder(file)
     names = _names([path, *others], [p.resolve().parent.name if p.stem == "model" else p.stem for p in (path, *others)])
     called = _names([data, *unseen], [file.name for file in (data, *unseen)])
     left_out = _excluded(exclude)
@@ -54,6 +59,8 @@ def run(
     for given in (path, *others):
         loaded = model.load(given, weights=weights, trust=trust)
         made[names[given]] = loaded.record
+        if report is not None:
+            loaded.check_spread()
         for file in (data, *unseen) if given is path else (data,):
             with in_file(file):
                 check_structures(loaded.backbone, structures[file], range(len(structures[file])))

@@ -43,7 +43,7 @@ def run(
 ) -> dict[str, Any]:
     """The summary of the run; empty after a dry run, and for all processes but the first."""
     fabric = _fabric()
-    console = Console(quiet=quiet or fabric.global_rank > 0)
+    console = Console(quiet=quiet or fabric.global_rank > 0, stderr=dry_run)  # a dry run prints a settings file
     trained = methods.make(method, load_backbone(backbone, weights=weights, trust=trust), **options)
     structures, held_out = [], []
     for file in [train] if valid is None else [train, valid]:
@@ -73,7 +73,7 @@ def run(
         given |= {"trust": trust, "method": method, "option": [f"{name}={value}" for name, value in options.items()]}
         given |= {"out": out, "tensorboard": tensorboard}
         print(as_toml(given | dataclasses.asdict(config)))
-        seconds, steps = seconds_per_step(trained, structures, config), config.steps(len(structures))
+        seconds, steps = seconds_per_step(trained, structures, config, fabric), config.steps(len(structures))
         print(f"# {steps} steps of {seconds:.2f} s: about {steps * len(trained.parts()) * seconds / 60:.0f} minutes")
         return {}
     with progress_bar(console) as bar:

@@ -5,13 +5,13 @@ from pathlib import Path
 from rich.console import Console
 
 from pmlip import model
+from pmlip.commands.checks import check_new_file
 
 
 def run(
     path: Path, *, out: Path, sample: int, seed: int, weights: Path | None, trust: bool, console: Console
 ) -> dict[str, object]:
-    if out.exists():
-        raise ValueError(f"{out} exists already; remove it, or give another name")
+    check_new_file(out)
     loaded = model.load(path, weights=weights, trust=trust)
     loaded.check_spread()
     folded = loaded.member(sample, seed=seed)

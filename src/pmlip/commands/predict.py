@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pmlip import model
+from pmlip.commands.checks import check_new_file
 from pmlip.prediction import predict_file
 from pmlip.progress import progress_bar
 
@@ -13,6 +14,7 @@ from pmlip.progress import progress_bar
 def run(
     path: Path, data: Path, *, out: Path, samples: int, seed: int, weights: Path | None, trust: bool, console: Console
 ) -> dict[str, object]:
+    check_new_file(out)
     loaded = model.load(path, weights=weights, trust=trust)
     identity = hashlib.sha256(path.read_bytes()).hexdigest()
     with progress_bar(console) as bar:

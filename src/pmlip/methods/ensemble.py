@@ -31,6 +31,9 @@ class Ensemble(StoredMethod):
         return list(self.members)  # type: ignore[arg-type]  # a ModuleList does not say of what
 
     def member(self, number: int, *, seed: int = 0) -> Backbone:
+        last = len(self.members) - 1
+        if not 0 <= number <= last:
+            raise ValueError(f"the members of this ensemble are numbered 0 to {last}, got {number}")
         return self.parts()[number].backbone
 
     def draw(self, samples: int, *, seed: int = 0) -> Tensor:

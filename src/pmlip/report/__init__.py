@@ -3,6 +3,7 @@
 Figures, a 3-D view of the most uncertain structures, and sentences that say what they mean.
 """
 
+import importlib.util
 import io
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -21,7 +22,7 @@ from pmlip.report.view import view, viewer_code
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Judged", "write_report"]
+__all__ = ["Judged", "check_installed", "write_report"]
 
 
 def write_report(
@@ -35,12 +36,10 @@ def write_report(
 
     records: what is to be said of how each model was made, by its name.
     """
-    try:
-        import chemiscope  # noqa: F401  to say so now, not after the work
-        from jinja2 import Environment, PackageLoader
-        from markupsafe import Markup
-    except ImportError as error:
-        raise ImportError("a report needs: pip install 'pmlip[report]'") from error
+    check_installed()
+    from jinja2 import Environment, PackageLoader
+    from markupsafe import Markup
+
     for judged in inside:
         if judged.evaluation.samples < 2 or not judged.evaluation.drawn.trained:
             raise ValueError(f"{judged.model} has no spread to report on; pmlip evaluate prints its errors")
@@ -58,6 +57,13 @@ def write_report(
     )
     with atomic_write(path) as file:
         file.write(text.encode())
+
+
+def check_installed() -> None:
+    """Refuse to begin where a report could not be written in the end."""
+    for package in ("chemiscope", "jinja2", "matplotlib"):
+        if importlib.util.find_spec(package) is None:
+            raise ImportError(f"a report needs {package}: pip install 'pmlip[report]'")
 
 
 def _figures(inside: Sequence[Judged], unseen: Sequence[Judged]) -> dict[str, str]:

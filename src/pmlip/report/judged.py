@@ -85,7 +85,9 @@ class Forces:
         """What the spread would have to be multiplied with for 95 % of the components to lie in their intervals."""
         count, moving = len(self.samples), self.moving
         z = np.abs(self.mean - self.target)[moving] / metrics.predictive_sigma(self.spread[moving], count)
-        return float(np.quantile(z, 0.95) / stats.t.isf(0.025, count - 1))
+        about_mean = float(np.quantile(z, 0.95) / stats.t.isf(0.025, count - 1))
+        # about the true mean, as `best_factor` is: the mean of K samples is off by spread / sqrt(K) itself
+        return float(np.sqrt(max((1 + 1 / count) * about_mean**2 - 1 / count, 1e-4)))
 
     @cached_property
     def best_factor(self) -> float | None:

@@ -37,7 +37,7 @@ def _calibration(judged: Judged) -> list[tuple[str, str]]:
     if best is None:
         return [(verdict, f"{start}: {name}.")]
     if abs(np.log(best / covering)) < np.log(1.25):
-        return [(verdict, f"{start}: {name}; a factor of {best:.2f} mends it (pmlip calibrate).")]
+        return [(verdict, f"{start}: {name}; a factor of {best:.2f} on the spread mends it.")]
     tails = "a few errors are far larger than" if covering > best else "most errors are smaller than"
     return [
         (
@@ -61,6 +61,9 @@ def _worth(judged: Judged) -> list[tuple[str, str]]:
     """Is the learned spread better than two trivial ones around the same mean?"""
     forces = judged.forces
     error = (forces.mean - forces.target).ravel()
+    # the fair CRPS is that of infinitely many samples; so the rivals are put around the mean of as many
+    sampling = float((forces.spread**2).mean()) / len(forces.samples)
+    error = error * np.sqrt(max(1 - sampling / float((error**2).mean()), 0.0))
     own = 1e3 * float(forces.crps.mean())
     size = np.repeat(forces.atom_force, 3)
     constant, scaled = (
