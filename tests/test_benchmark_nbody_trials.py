@@ -24,7 +24,9 @@ def test_the_table_has_the_best_on_the_way_first():
         return {"validation_curve": curve}
 
     rows = {Cell("p-egnn+worse", 1000, 0): result(0.03, 0.025), Cell("p-egnn+better", 1000, 0): result(0.02, 0.03)}
+    rows[Cell("p-egnn+wild", 1000, 0)] = {"validation_curve": [], "diverged": "the loss was NaN"}
     assert table(rows).splitlines()[2:] == [
         "| p-egnn | better | 0 | 10, 2.00, 0.50 | 20, 10.00 | 3.00 | 0.50 | 0.0200 |",
         "| p-egnn | worse | 0 | 20, 2.50, 0.50 | 20, 10.00 | 2.50 | 0.50 | 0.0200 |",
+        "| p-egnn | wild | 0 | diverged | | | | |",
     ]

@@ -7,7 +7,7 @@ from contract import rotation
 from pmlip.nbody.data import Trajectories
 from pmlip.nbody.egnn import EGNNConfig
 from pmlip.nbody.methods import BLIP, PBLIP, PEGNN, Deterministic, Ensemble, MCDropout, leave_one_out, parameter_table
-from pmlip.nbody.training import Recipe, _gradient, train
+from pmlip.nbody.training import DivergedError, Recipe, _gradient, train
 
 SMALL = EGNNConfig(layers=2, width=8)
 
@@ -125,6 +125,11 @@ def test_the_best_on_the_way_is_kept_if_asked():
     assert all(torch.equal(a, b) for a, b in zip(kept.method.parameters(), seen[1], strict=True))
     with pytest.raises(ValueError, match="must be watched on validation data"):
         train(pegnn(), data(), replace(recipe, patience=1), seed=1)
+
+
+def test_a_training_that_diverges_says_so():
+    with pytest.raises(DivergedError, match="the loss was NaN or infinite in epoch"):
+        train(Deterministic(SMALL), data(), Recipe(learning_rate=1e6, clip=1e6, epochs=30, batch=20), seed=0)
 
 
 def test_averaging_can_be_left_out():

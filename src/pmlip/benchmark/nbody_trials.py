@@ -4,6 +4,7 @@ Every method has the same number of trials, all at n = 1000 and seed 0: first ch
 then its own, and in the end combinations of what helped.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -135,13 +136,16 @@ def table(results: dict[Cell, dict[str, Any]]) -> str:
     ]
 
     def best(result: dict[str, Any]) -> dict[str, float]:
-        return min(result["validation_curve"], key=lambda point: point["crps"])
+        return min(result["validation_curve"], key=lambda point: point["crps"], default={})
 
     def order(item: tuple[Cell, dict[str, Any]]) -> tuple[str, float]:
-        return item[0].method.partition("+")[0], best(item[1])["crps"]
+        return item[0].method.partition("+")[0], best(item[1]).get("crps", math.inf)
 
     for cell, result in sorted(results.items(), key=order):
         method, _, variant = cell.method.partition("+")
+        if "diverged" in result:
+            lines.append(f"| {method} | {variant} | {cell.seed} | diverged | | | | |")
+            continue
         end, top = result["validation_curve"][-1], best(result)
         scores = (f"{scale * end[name]:.2f}" if name in end else "" for name, scale in SCALES.items())
         ratio = f", {top['ssr']:.2f}" if "ssr" in top else ""

@@ -41,6 +41,10 @@ class Recipe:
         return max(1, round(self.epochs * (size / 1000) ** -self.shrink))
 
 
+class DivergedError(RuntimeError):
+    """A training whose loss is no number any more."""
+
+
 @dataclass(frozen=True)
 class Training:
     method: Method  # with the averaged weights, at the end or at their best
@@ -93,6 +97,8 @@ def train(
             passes += len(batch) * samples * (2 if recipe.sharpness else 1)
             # early on the mean is over few steps, so that the start is soon forgotten
             _move_towards(averaged, method, 1 - min(recipe.average, done / (done + 50)))
+        if not math.isfinite(total):
+            raise DivergedError(f"the loss was NaN or infinite in epoch {epoch} of {epochs}; a smaller rate may help")
         if epoch * points // epochs != (epoch - 1) * points // epochs:
             scores = watch(averaged) if watch else {}
             curve.append({"epoch": epoch, "loss": total / steps, **scores})
