@@ -36,12 +36,12 @@ def test_results_are_mean_and_spread_of_the_samples(model):
     atoms = water(model, ensembles=True)
     drawn = model.sample(WATER, samples=5, seed=3)
     results = (atoms.get_potential_energy(), atoms.calc.results)[1]
-    np.testing.assert_allclose(results["energy"], drawn.energy[:, 0].mean())
-    np.testing.assert_allclose(results["energy_uncertainty"], drawn.energy[:, 0].std())
-    np.testing.assert_allclose(results["forces"], drawn.forces.mean(0))
-    np.testing.assert_allclose(results["forces_uncertainty"], drawn.forces.std(0))
-    np.testing.assert_allclose(results["forces_ensemble"], drawn.forces)
-    np.testing.assert_allclose(results["energy_var"], results["energy_uncertainty"] ** 2)
+    np.testing.assert_allclose(results["energy"], drawn.energy[:, 0].mean(), atol=1e-9)
+    np.testing.assert_allclose(results["energy_uncertainty"], drawn.energy[:, 0].std(), atol=1e-9)
+    np.testing.assert_allclose(results["forces"], drawn.forces.mean(0), atol=1e-9)
+    np.testing.assert_allclose(results["forces_uncertainty"], drawn.forces.std(0), atol=1e-9)
+    np.testing.assert_allclose(results["forces_ensemble"], drawn.forces, atol=1e-9)
+    np.testing.assert_allclose(results["energy_var"], results["energy_uncertainty"] ** 2, atol=1e-9)
     assert results["forces_comm"] is results["forces_ensemble"]
     assert results["max_atom_uncertainty"] == results["atom_uncertainty"].max()
     assert results["free_energy"] == results["energy"]
@@ -49,9 +49,9 @@ def test_results_are_mean_and_spread_of_the_samples(model):
 
 def test_the_prediction_without_noise_on_request(model):
     atoms = water(model, point="zero")
-    np.testing.assert_allclose(atoms.get_forces(), model.predict(WATER).forces)
+    np.testing.assert_allclose(atoms.get_forces(), model.predict(WATER).forces, atol=1e-9)
     np.testing.assert_allclose(
-        atoms.calc.results["forces_uncertainty"], model.sample(WATER, samples=5, seed=3).spread.forces
+        atoms.calc.results["forces_uncertainty"], model.sample(WATER, samples=5, seed=3).spread.forces, atol=1e-9
     )
 
 
@@ -59,7 +59,9 @@ def test_the_uncertainty_of_an_atom_is_the_same_in_every_frame(model):
     atoms, turned = water(model), water(model)
     turned.rotate(70, (1, 2, 3))
     atoms.get_forces(), turned.get_forces()
-    np.testing.assert_allclose(atoms.calc.results["atom_uncertainty"], turned.calc.results["atom_uncertainty"])
+    np.testing.assert_allclose(
+        atoms.calc.results["atom_uncertainty"], turned.calc.results["atom_uncertainty"], atol=1e-9
+    )
     assert not np.allclose(atoms.calc.results["forces_uncertainty"], turned.calc.results["forces_uncertainty"])
 
 
@@ -83,7 +85,7 @@ def test_members_are_ordinary_calculators_of_the_samples(model):
     atoms = water(model)
     drawn = model.sample(WATER, samples=5, seed=3)
     for k, calculator in enumerate(atoms.calc.members()):
-        np.testing.assert_allclose(calculator.get_forces(WATER.copy()), drawn.forces[k])
+        np.testing.assert_allclose(calculator.get_forces(WATER.copy()), drawn.forces[k], atol=1e-9)
 
 
 def test_a_file_of_a_model_will_do(tmp_path):
