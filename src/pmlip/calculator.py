@@ -66,12 +66,9 @@ class PMLIPCalculator(Calculator):
         """model: a model, or the file of one, which is then loaded with `weights` onto `device`."""
         super().__init__()
         self.model: Method = model if isinstance(model, Method) else load(model, weights=weights, device=device)
-        self.model.check_spread()
         if point not in POINTS:
             raise ValueError(f"point must be one of {', '.join(POINTS)}, got {point!r}")
-        self.samples = self.model.fixed_samples or samples
-        if self.samples < 2:
-            raise ValueError(f"a spread needs at least 2 samples, got samples={samples}")
+        self.samples = self.model.spread_samples(samples)
         self.seed, self.point, self.ensembles = seed, point, ensembles
 
     def calculate(

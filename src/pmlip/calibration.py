@@ -59,14 +59,18 @@ def conformal_factor(scores: np.ndarray, system: np.ndarray, *, level: float = L
     structure may depend on each other. Each structure has weight 1 / (n + 1), spread over its entries, and the new one
     the last (Lee, Barber and Willett 2023). None: the level needs more structures than there are.
     """
-    if not 0 < level < 1:
-        raise ValueError(f"the level of an interval lies between 0 and 1, got {level}")
+    _check_level(level)
     _, place, counts = np.unique(system, return_inverse=True, return_counts=True)
     order = np.argsort(scores)
     reached = np.cumsum(1 / counts[place[order]]) / (len(counts) + 1)
     # sums of fractions miss a level they reach exactly by a rounding error
     position = int(np.searchsorted(reached, level - 1e-12))
     return float(scores[order[position]]) if position < len(scores) else None
+
+
+def _check_level(level: float) -> None:
+    if not 0 < level < 1:
+        raise ValueError(f"the level of an interval lies between 0 and 1, got {level}")
 
 
 def calibrate(
@@ -86,8 +90,7 @@ def calibrate(
     listed = as_structures(valid)
     model.check_spread()
     model.scale_spread(1.0)  # refuses now what cannot be scaled
-    if not 0 < level < 1:
-        raise ValueError(f"the level of an interval lies between 0 and 1, got {level}")
+    _check_level(level)  # now, not after the work
     target = labels(listed).forces
     if not bool(target.isfinite().all()):
         raise ValueError("the spread is fitted to forces, and not every structure carries them")

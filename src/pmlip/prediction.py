@@ -39,8 +39,7 @@ def predict_file(
     """
     source, out = Path(source), Path(out)
     check_file(source)
-    model.check_spread()
-    count = model.fixed_samples or samples
+    count = model.spread_samples(samples)
     if out.exists():
         raise ValueError(f"{out} exists already; remove it, or give another name")
     partial, notes = out.with_name(f"{out.name}.partial"), out.with_name(f"{out.name}.partial.json")

@@ -45,10 +45,7 @@ def propagate(
     calculator. progress(done, all) is told how many samples are done.
     """
     model = model if isinstance(model, Method) else load(model)
-    model.check_spread()
-    count = model.fixed_samples or samples
-    if count < 2:
-        raise ValueError(f"a spread needs at least 2 samples, got samples={samples}")
+    count = model.spread_samples(samples)
     values = []
     for k in range(count):
         values.append(np.asarray(function(model.member(k, seed=seed).calculator()), dtype=float))

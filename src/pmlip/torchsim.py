@@ -29,8 +29,7 @@ class TorchSimModel(ModelInterface):
 
     def __init__(self, model: Method, *, samples: int = 8, seed: int = 0) -> None:
         super().__init__()
-        model.check_spread()
-        self.model, self.samples, self.seed = model, model.fixed_samples or samples, seed
+        self.model, self.samples, self.seed = model, model.spread_samples(samples), seed
         parameter = next(model.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
         self._compute_forces = self._compute_stress = True

@@ -82,6 +82,14 @@ class Method(nn.Module, ABC):
         if not self.trained:
             raise ValueError(UNTRAINED)
 
+    def spread_samples(self, samples: int) -> int:
+        """How many samples to take for a spread when so many are asked for; refuses what gives none."""
+        self.check_spread()
+        count = self.fixed_samples or samples
+        if count < 2:
+            raise ValueError(f"a spread needs at least 2 samples, got samples={samples}")
+        return count
+
     def sample(
         self,
         structures: Atoms | Iterable[Atoms],
