@@ -10,7 +10,7 @@ from rich.console import Console
 from pmlip import model
 from pmlip.calibration import calibrate
 from pmlip.commands.checks import check_new_file, check_structures, in_file
-from pmlip.progress import progress_bar
+from pmlip.progress import counter, progress_bar
 from pmlip.reading import read_structures
 
 
@@ -34,14 +34,13 @@ def run(
     with in_file(data):
         check_structures(loaded.backbone, structures, range(len(structures)))
     with progress_bar(console) as bar:
-        task = bar.add_task("fitting", total=None)
         result = calibrate(
             loaded,
             structures,
             samples=samples,
             seed=seed,
             level=level,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=counter(bar, "fitting"),
         )
     record = {**asdict(result), "data": data.name, "samples": loaded.fixed_samples or samples, "seed": seed}
     loaded.record["calibration"] = {name: list(x) if isinstance(x, tuple) else x for name, x in record.items()}

@@ -2,13 +2,11 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ase.units import GPa
 from rich.console import Console
-from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from pmlip import model
@@ -16,7 +14,7 @@ from pmlip.benchmark.record import environment
 from pmlip.commands.checks import check_folder, check_structures, chosen, in_file
 from pmlip.evaluation import Evaluation, as_record, compare, evaluate
 from pmlip.files import write_json
-from pmlip.progress import progress_bar
+from pmlip.progress import counter, progress_bar
 from pmlip.reading import read_structures
 from pmlip.report import Judged, check_installed, write_report
 from pmlip.structures import fingerprint
@@ -65,8 +63,7 @@ def run(
             with in_file(file):
                 check_structures(loaded.backbone, structures[file], range(len(structures[file])))
             with progress_bar(console) as bar:
-                task = bar.add_task(f"{names[given]} on {called[file]}", total=len(structures[file]))
-                show = partial(_show_structures, bar, task)
+                show = counter(bar, f"{names[given]} on {called[file]}", len(structures[file]))
                 result = evaluate(loaded, structures[file], samples=samples, seed=seed, progress=show)
             console.print(_table(f"{names[given]} on {called[file]}", result))
             (judged if file is data else outside).append(Judged(names[given], called[file], structures[file], result))
@@ -96,10 +93,6 @@ def _names(paths: Sequence[Path], short: Sequence[str]) -> dict[Path, str]:
     named = dict(zip(paths, short, strict=True))
     taken = list(named.values())
     return {path: name if taken.count(name) == 1 else str(path) for path, name in named.items()}
-
-
-def _show_structures(bar: Progress, task: TaskID, done: int, total: int) -> None:
-    bar.update(task, completed=done, total=total)
 
 
 def _excluded(folder: Path | None) -> set[str]:

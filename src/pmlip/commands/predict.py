@@ -8,7 +8,7 @@ from rich.console import Console
 from pmlip import model
 from pmlip.commands.checks import check_new_file
 from pmlip.prediction import predict_file
-from pmlip.progress import progress_bar
+from pmlip.progress import counter, progress_bar
 
 
 def run(
@@ -18,7 +18,6 @@ def run(
     loaded = model.load(path, weights=weights, trust=trust)
     identity = hashlib.sha256(path.read_bytes()).hexdigest()
     with progress_bar(console) as bar:
-        task = bar.add_task(data.name, total=None)
         try:
             count = predict_file(
                 loaded,
@@ -27,7 +26,7 @@ def run(
                 samples=samples,
                 seed=seed,
                 identity=identity,
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
+                progress=counter(bar, data.name),
             )
         except KeyboardInterrupt:
             console.print("stopped, and nothing is lost: the same command goes on from here")
