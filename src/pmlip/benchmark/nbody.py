@@ -7,16 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 
 from pmlip import metrics
+from pmlip.benchmark.publish import Results, empty_figure, over_seeds, publish
 from pmlip.benchmark.record import environment
 from pmlip.benchmark.runner import Cell, read_cells, run_cells
 from pmlip.calibration import best_factor
-from pmlip.files import atomic_write, write_json
+from pmlip.files import atomic_write
 from pmlip.hints import did_you_mean
 from pmlip.nbody import data as nbody_data
 from pmlip.nbody.data import NBodyConfig, Trajectories
@@ -25,6 +26,9 @@ from pmlip.nbody.methods import BLIP, PBLIP, PEGNN, Deterministic, MCDropout, Me
 from pmlip.nbody.training import DivergedError, Recipe, train
 from pmlip.samples import Samples
 from pmlip.scores import fair_crps
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Methods that are trained. An ensemble is put together from EGNNs.
 TRAINED: dict[str, Callable[..., Method]] = {
@@ -114,12 +118,7 @@ def run(
     for round_of in ([m for m in methods if m != "ensemble"], [m for m in methods if m == "ensemble"]):
         cells = [Cell(method, size, seed) for size in sizes for method in round_of for seed in range(seeds)]
         run_checked(cells, preset, folder, seeds=seeds, jobs=jobs, console=console)
-    results = read_cells(folder)
-    with atomic_write(folder / "table.md") as file:
-        file.write(table(results).encode())
-    write_json(folder / "table.json", summary(results))
-    figure(results, folder / "figure.png")
-    console.print(table(results))
+    publish(folder, table=table, summary=summary, figure=figure, console=console)
 
 
 def run_checked(
@@ -300,7 +299,7 @@ def _load_egnn(weights: Path, size: int, seed: int, preset: Preset) -> Method:
     return method
 
 
-def summary(results: dict[Cell, dict[str, Any]]) -> list[dict[str, Any]]:
+def summary(results: Results) -> list[dict[str, Any]]:
     """Mean and standard deviation over seeds for each method and size, beside the paper's."""
     rows = []
     for method, size in sorted(
@@ -312,8 +311,7 @@ def summary(results: dict[Cell, dict[str, Any]]) -> list[dict[str, Any]]:
             for key, place in ((name, "test"), (f"{name}_as_trained", "test_as_trained")):
                 values = [result[place][name] for result in found if name in result[place]]
                 if values:
-                    std = statistics.stdev(values) if len(values) > 1 else 0.0
-                    row[key] = {"mean": statistics.mean(values), "std": std}
+                    row[key] = over_seeds(values)
             published = PAPER.get((method, size), (None, None, None))[position]
             if published is not None:
                 row[f"paper_{name}"] = {
@@ -325,7 +323,7 @@ def summary(results: dict[Cell, dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def table(results: dict[Cell, dict[str, Any]]) -> str:
+def table(results: Results) -> str:
     """Table 1 as Markdown."""
     lines = [
         "| n | method | K | MSE x 1e3 | paper | CRPS x 1e2 | as trained | paper | SSR | as trained | paper "
@@ -347,14 +345,10 @@ def table(results: dict[Cell, dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def figure(results: dict[Cell, dict[str, Any]], path: Path) -> None:
+def figure(results: Results) -> "Figure":
     """Figure 1: the three scores against the size of the training set, with the paper's values in dashes."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("the figure needs: pip install 'pmlip[report]'") from error
     rows = summary(results)
-    picture = Figure(figsize=(11, 3.6), layout="constrained")
+    picture = empty_figure(11, 3.6)
     for position, (name, scale) in enumerate(SCALES.items()):
         axes = picture.add_subplot(1, 3, position + 1)
         for number, method in enumerate(METHODS):
@@ -375,5 +369,4 @@ def figure(results: dict[Cell, dict[str, Any]], path: Path) -> None:
         )
         if position == 1:
             axes.legend(fontsize=8)
-    with atomic_write(path) as file:
-        picture.savefig(file, dpi=150, format="png")
+    return picture

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,11 +16,14 @@ from rich.console import Console
 
 from pmlip import datasets, methods
 from pmlip.backbones import load_backbone
+from pmlip.benchmark.publish import Results, empty_figure, over_seeds, publish
 from pmlip.benchmark.record import environment
 from pmlip.benchmark.runner import Cell, read_cells, run_cells
 from pmlip.evaluation import Evaluation, compare, evaluate
-from pmlip.files import atomic_write, write_json
 from pmlip.training import FinetuneConfig, finetune
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SHIPPED = "silica-pbe"
 
@@ -74,12 +77,7 @@ def run(
         if cell in cells and result["settings"] != _described(settings, _method(cell)):
             raise ValueError(f"{cell.file(folder)} was made with other settings; give another folder with --out")
     run_cells(cells, partial(work, settings=settings), folder, jobs=jobs, console=console)
-    results = read_cells(folder)
-    with atomic_write(folder / "table.md") as file:
-        file.write(table(results).encode())
-    write_json(folder / "table.json", summary(results))
-    figure(results, folder / "figure.png")
-    console.print(table(results))
+    publish(folder, table=table, summary=summary, figure=figure, console=console)
 
 
 def _slug(name: str) -> str:
@@ -244,7 +242,7 @@ COLUMNS = {  # name -> title, scale and digits
 }
 
 
-def summary(results: dict[Cell, dict[str, Any]]) -> list[dict[str, Any]]:
+def summary(results: Results) -> list[dict[str, Any]]:
     """Mean and standard deviation over seeds for each backbone, data, size and method."""
     groups: dict[tuple[str, str, int, str], list[dict[str, Any]]] = {}
     for result in results.values():
@@ -257,8 +255,7 @@ def summary(results: dict[Cell, dict[str, Any]]) -> list[dict[str, Any]]:
         for name in COLUMNS:
             values = [result["test"][name] for result in found if name in result["test"]]
             if values:
-                std = statistics.stdev(values) if len(values) > 1 else 0.0
-                row[name] = {"mean": statistics.mean(values), "std": std}
+                row[name] = over_seeds(values)
         for place in found[0]["unseen"]:
             scores = [result["unseen"][place] for result in found]
             row[f"unseen {place}"] = {
@@ -273,7 +270,7 @@ def summary(results: dict[Cell, dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def table(results: dict[Cell, dict[str, Any]]) -> str:
+def table(results: Results) -> str:
     """Table 2 as Markdown: forces in meV/Å, energies in meV/atom."""
     titles = [title for title, _, _ in COLUMNS.values()]
     heading = [
@@ -304,16 +301,12 @@ def table(results: dict[Cell, dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def figure(results: dict[Cell, dict[str, Any]], path: Path) -> None:
+def figure(results: Results) -> "Figure":
     """Figure 2: accuracy, score, calibration and ranking against the size of the training set, a row per data set."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("the figure needs: pip install 'pmlip[report]'") from error
     rows = summary(results)
     places = sorted({(row["backbone"], row["data"]) for row in rows})
     shown = ("force_mae", "force_crps", "ssr", "spearman")
-    picture = Figure(figsize=(3.4 * len(shown), 3.2 * len(places)), layout="constrained")
+    picture = empty_figure(3.4 * len(shown), 3.2 * len(places))
     for line, place in enumerate(places):
         for column, name in enumerate(shown):
             title, scale, _ = COLUMNS[name]
@@ -332,5 +325,4 @@ def figure(results: dict[Cell, dict[str, Any]], path: Path) -> None:
                 axes.set_ylabel(" on ".join(place))
             if column == 1:
                 axes.legend(fontsize=7)
-    with atomic_write(path) as file:
-        picture.savefig(file, dpi=150, format="png")
+    return picture

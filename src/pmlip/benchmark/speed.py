@@ -190,15 +190,15 @@ def _peaks(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def measure_step(console: Console) -> dict[str, Any]:
-    """A training step of P-CHGNet on four quartz structures: time and memory as the number of samples grows."""
+    """A training step of P-CHGNet on four structures: time and memory as the number of samples grows."""
     from pmlip import losses
     from pmlip.backbones import load_backbone
-    from pmlip.demo import quartz
+    from pmlip.datasets import silica_pbe
     from pmlip.model import perturb
     from pmlip.structures import labels
 
     model = perturb(load_backbone("chgnet"))
-    structures = quartz()["train"][:4]
+    structures = silica_pbe("train")[:4]
     graph, target = model.backbone.graph(structures), labels(structures)
 
     def step(samples: int, chunk: int | None) -> None:
@@ -216,7 +216,8 @@ def measure_step(console: Console) -> dict[str, Any]:
         seconds = time.perf_counter() - began
         row = {"samples": samples, "chunk": chunk, "seconds": seconds, "peak_megabytes": above / 1e6}
         rows.append(row | {"peak_rss_megabytes": total / 1e6})
-    result = {"what": "a training step of P-CHGNet on four structures of nine atoms", "seed": SEED, "rows": rows}
+    sizes = ", ".join(str(len(atoms)) for atoms in structures)
+    result = {"what": f"a training step of P-CHGNet on structures of {sizes} atoms", "seed": SEED, "rows": rows}
     console.print(step_markdown(result))
     return result | environment("chgnet")
 
@@ -226,7 +227,7 @@ def measure_predict(
 ) -> dict[str, Any]:
     """`pmlip predict` of many structures beside K separate passes of the stock calculator, on one thread each."""
     from pmlip.backbones import load_backbone
-    from pmlip.demo import quartz
+    from pmlip.datasets import silica_pbe
     from pmlip.model import perturb
     from pmlip.prediction import predict_file
 
@@ -234,7 +235,7 @@ def measure_predict(
     generator = torch.Generator().manual_seed(SEED)
     for parameter in model.noise_parameters()[1:]:
         torch.nn.init.normal_(parameter, std=0.01, generator=generator)
-    known = [atoms for part in quartz().values() for atoms in part]
+    known = silica_pbe("train")
     structures = [known[index % len(known)] for index in range(count)]
     some = structures[: max(1, count // 40)]  # the stock calculator has no economy of scale
     threads = torch.get_num_threads()

@@ -1,0 +1,46 @@
+"""What is made of the cells of a benchmark: table.md, table.json and figure.png beside them."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from pmlip.benchmark.runner import Cell, read_cells
+from pmlip.files import atomic_write, write_json
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Results = dict[Cell, dict[str, Any]]
+
+
+def publish(
+    folder: Path,
+    *,
+    table: Callable[[Results], str],
+    summary: Callable[[Results], list[dict[str, Any]]],
+    figure: Callable[[Results], "Figure"],
+    console: Console,
+) -> None:
+    """Write table and figure of all cells that are finished."""
+    results = read_cells(folder)
+    with atomic_write(folder / "table.md") as file:
+        file.write(table(results).encode())
+    write_json(folder / "table.json", summary(results))
+    with atomic_write(folder / "figure.png") as file:
+        figure(results).savefig(file, dpi=150, format="png")
+    console.print(table(results))
+
+
+def over_seeds(values: Sequence[float]) -> dict[str, float]:
+    return {"mean": statistics.mean(values), "std": statistics.stdev(values) if len(values) > 1 else 0.0}
+
+
+def empty_figure(width: float, height: float) -> "Figure":
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("the figure needs: pip install 'pmlip[report]'") from error
+    return Figure(figsize=(width, height), layout="constrained")
