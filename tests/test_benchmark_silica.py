@@ -1,11 +1,10 @@
 import json
-from importlib import resources
-from pathlib import Path
 
 import pytest
 from ase.io import write
 from typer.testing import CliRunner
 
+from pmlip import datasets
 from pmlip.benchmark.runner import Cell
 from pmlip.benchmark.silica import SilicaSettings, splits, work
 from pmlip.cli import app
@@ -15,15 +14,17 @@ from test_datasets import in_kcal, silica
 
 pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
 
-QUARTZ = Path(str(resources.files("pmlip") / "data" / "quartz_pbe.extxyz"))
-
 
 def invoke(*arguments):
-    return CliRunner().invoke(app, ["bench", "silica", "--data", str(QUARTZ), *map(str, arguments)])
+    return CliRunner().invoke(app, ["bench", "silica", *map(str, arguments)])
 
 
 def test_from_end_to_end(tmp_path):
+    write(tmp_path / "small.extxyz", datasets.silica_pbe("train")[:40])
+    write(tmp_path / "hot.extxyz", datasets.silica_pbe("hot")[:4])
     arguments = [
+        "--data",
+        tmp_path / "small.extxyz",
         "--methods",
         "p,constant,deterministic",
         "--sizes",
@@ -35,24 +36,24 @@ def test_from_end_to_end(tmp_path):
         "--epochs",
         "1",
     ]
-    arguments += ["--samples", "4", "--unseen", QUARTZ, "--jobs", "2", "--out", tmp_path]
+    arguments += ["--samples", "4", "--unseen", tmp_path / "hot.extxyz", "--jobs", "2", "--out", tmp_path]
     result = invoke(*arguments)
     assert result.exit_code == 0, result.output
-    cell = json.loads((tmp_path / "chgnet-quartz_pbe-p-6-0.json").read_text())
-    assert cell["cell"] == {"backbone": "chgnet", "data": "quartz_pbe", "method": "p", "size": 6, "seed": 0}
+    cell = json.loads((tmp_path / "chgnet-small-p-6-0.json").read_text())
+    assert cell["cell"] == {"backbone": "chgnet", "data": "small", "method": "p", "size": 6, "seed": 0}
     assert {"force_mae", "force_crps", "spearman", "ssr", "energy_crps", "spearman_of_force"} <= cell["test"].keys()
     assert cell["samples"] == 4
-    assert cell["settings"]["data"] == "quartz_pbe.extxyz"
-    assert 0 <= cell["unseen"]["quartz_pbe"]["auroc_spread"] <= 1
-    plain = json.loads((tmp_path / "chgnet-quartz_pbe-deterministic-6-0.json").read_text())
+    assert cell["settings"]["data"] == "small.extxyz"
+    assert 0 <= cell["unseen"]["hot"]["auroc_spread"] <= 1
+    plain = json.loads((tmp_path / "chgnet-small-deterministic-6-0.json").read_text())
     assert "ssr" not in plain["test"]
     assert plain["training"]["passes"] * 4 == cell["training"]["passes"]
     table = (tmp_path / "table.md").read_text()
     assert table.count("\n") == 2 + 3
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    before = (tmp_path / "chgnet-quartz_pbe-p-6-0.json").stat().st_mtime_ns
+    before = (tmp_path / "chgnet-small-p-6-0.json").stat().st_mtime_ns
     assert "3 of 3 cells are finished already" in invoke(*arguments).output
-    assert (tmp_path / "chgnet-quartz_pbe-p-6-0.json").stat().st_mtime_ns == before
+    assert (tmp_path / "chgnet-small-p-6-0.json").stat().st_mtime_ns == before
     changed = [*arguments[:-6], "--samples", "5", "--out", tmp_path]
     other = invoke(*changed)
     assert other.exit_code == 2
@@ -66,8 +67,8 @@ def test_from_end_to_end(tmp_path):
         (["--data", "silica-pbe", "--unseen", "edi.npz"], "silica-pbe has test and unseen sets of its own"),
         (["--methods", "p+published"], "unknown variant 'p+published'; allowed: blip+published"),
         (
-            ["--sizes", "32", "--test", "30"],
-            "70 structures in all were asked for",
+            ["--sizes", "32,161"],
+            "161 structures in all were asked for, with those to validate and test on, but silica-pbe holds 160",
         ),
     ],
 )

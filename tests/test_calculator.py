@@ -169,10 +169,10 @@ def test_bad_input_is_refused(model, make, message):
 def quartz():
     """Real quartz, and a CHGNet whose samples differ by about 0.1 eV/Å."""
     pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
-    from pmlip.demo import quartz
+    from pmlip.datasets import silica_pbe
 
     model = randomise_noise(pmlip.perturb(pmlip.load_backbone("chgnet")), scale=4)
-    return quartz()["train"][0], model
+    return next(atoms for atoms in silica_pbe("train") if atoms.info["polymorph"] == "quartz"), model
 
 
 def test_relaxation_with_a_cell_filter_and_a_constraint(quartz):

@@ -1,4 +1,4 @@
-"""The commands as a user types them, on the real CHGNet and the DFT structures of quartz that ship with the package."""
+"""The commands as a user types them, on the real CHGNet and the silica set that ships with the package."""
 
 import json
 import os
@@ -21,7 +21,8 @@ from pmlip.cli import app
 
 pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
 
-QUARTZ = Path(str(resources.files("pmlip") / "data" / "quartz_pbe.extxyz"))
+SILICA = Path(str(resources.files("pmlip") / "data" / "silica_pbe.extxyz.xz"))
+COUNT = 319
 SHORT = ["--count", "6", "--epochs", "1", "--batch", "3", "--samples", "2", "--validations", "1"]
 SHORT += ["--validation-samples", "4", "--noise-rate", "0.05"]
 
@@ -33,7 +34,7 @@ def invoke(*arguments):
 @pytest.fixture(scope="module")
 def finetuned(tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "p-chgnet"
-    result = invoke("finetune", QUARTZ, "--out", out, "--tensorboard", *SHORT)
+    result = invoke("finetune", SILICA, "--out", out, "--tensorboard", *SHORT)
     assert result.exit_code == 0, result.output
     return out, result.output
 
@@ -41,7 +42,7 @@ def finetuned(tmp_path_factory):
 def test_finetune_says_what_it_found_and_leaves_a_model(finetuned):
     out, text = finetuned
     said = " ".join(text.split())
-    assert "56 structures of 9 atoms (Si, O); labels: energy ('energy', 56 of 56)" in said
+    assert f"{COUNT} structures of 6 to 24 atoms (Si, O); labels: energy ('energy', {COUNT} of {COUNT})" in said
     assert "held out for validation: 2 of them" in said
     assert {file.name for file in out.iterdir()} == {"model.pt", "last.pt", "log.jsonl", "summary.json", "tensorboard"}
     summary = json.loads((out / "summary.json").read_text())
@@ -56,7 +57,7 @@ def test_finetune_says_what_it_found_and_leaves_a_model(finetuned):
 def test_finished_runs_are_not_run_again(finetuned):
     out, _ = finetuned
     before = torch.load(out / "model.pt", weights_only=True)["state"]
-    result = invoke("finetune", QUARTZ, "--out", out, "--json", *SHORT)
+    result = invoke("finetune", SILICA, "--out", out, "--json", *SHORT)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == json.loads((out / "summary.json").read_text())
     after = torch.load(out / "model.pt", weights_only=True)["state"]
@@ -65,18 +66,18 @@ def test_finished_runs_are_not_run_again(finetuned):
 
 def test_evaluate_leaves_out_what_was_trained_on(finetuned, tmp_path):
     out, _ = finetuned
-    arguments = ["--samples", "3", "--count", "5", "--exclude", out, "--unseen", QUARTZ, "--json"]
-    result = invoke("evaluate", out / "model.pt", QUARTZ, *arguments, "--out", tmp_path / "scores.json")
+    arguments = ["--samples", "3", "--count", "5", "--exclude", out, "--unseen", SILICA, "--json"]
+    result = invoke("evaluate", out / "model.pt", SILICA, *arguments, "--out", tmp_path / "scores.json")
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
     assert printed == json.loads((tmp_path / "scores.json").read_text())
-    forces = printed["quartz_pbe.extxyz"]["forces"]
+    forces = printed["silica_pbe.extxyz.xz"]["forces"]
     assert forces["crps"] > 0
     assert "spearman_atom_of_force" in forces
-    everything = invoke("evaluate", out / "model.pt", QUARTZ, "--samples", "3", "--count", "49", "--exclude", out)
+    everything = invoke("evaluate", out / "model.pt", SILICA, "--samples", "3", "--count", COUNT, "--exclude", out)
     assert everything.exit_code == 2
-    assert "holds 48 to choose from" in " ".join(everything.output.split())
-    table = invoke("evaluate", out / "model.pt", QUARTZ, "--samples", "3", "--count", "4").output
+    assert f"holds {COUNT - 8} to choose from" in " ".join(everything.output.split())
+    table = invoke("evaluate", out / "model.pt", SILICA, "--samples", "3", "--count", "4").output
     assert "SSR" in table
     assert "|F| alone" in table
 
@@ -86,7 +87,7 @@ def test_a_report_of_two_models_side_by_side(finetuned, tmp_path):
     out, _ = finetuned
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        write(tmp_path / name / "test.extxyz", read(QUARTZ, index=":3" if name == "a" else "3:6"))
+        write(tmp_path / name / "test.extxyz", read(SILICA, index=":3" if name == "a" else "3:6"))
     arguments = [
         "evaluate",
         out / "model.pt",
@@ -113,12 +114,12 @@ def test_two_processes_by_torchrun_give_what_one_gives(tmp_path):
     In single precision rounding also decides the first step of weights whose gradient is nearly zero, so what the
     models predict is compared; `test_training` compares the weights, in double precision.
     """
-    structures = read(QUARTZ, index=":4")
+    structures = read(SILICA, index=":4")
     ends = [pmlip.perturb(pmlip.load_backbone("chgnet")).predict(structures).forces]
     for processes in (1, 2):
         out = tmp_path / str(processes)
         launcher = [] if processes == 1 else ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-        command = [sys.executable, *launcher, "-m", "pmlip", "finetune", str(QUARTZ), "--method", "deterministic"]
+        command = [sys.executable, *launcher, "-m", "pmlip", "finetune", str(SILICA), "--method", "deterministic"]
         command += ["--backbone-rate", "0.001", "--out", str(out), *SHORT]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(command, check=True, env=environment, capture_output=True, timeout=180)
@@ -135,7 +136,7 @@ def labelled(atoms, **results):
 
 def wrong_files(folder):
     """Files with a fault, each with the arguments and the sentence it must give."""
-    good = read(QUARTZ, index=":6")
+    good = read(SILICA, index=":6")
     element = Atoms("Og2", [[0, 0, 0], [0, 0, 2.0]], cell=[8, 8, 8], pbc=True)
     element = labelled(element, energy=-1.0, forces=np.zeros((2, 3)), stress=np.zeros(6))
     write(folder / "element.extxyz", [*good[:4], element, good[5]])
@@ -163,10 +164,10 @@ def wrong_files(folder):
             "kind, rattle, pbe_energy, pbe_forces. Say which are the labels with --energy-key",
         ),
         (["few.extxyz"], "few.extxyz holds 3 structures, too few to train on 1 and hold out 2"),
-        ([str(QUARTZ), "--backbone", "chgnet:9"], "unknown CHGNet variant '9'"),
-        ([str(QUARTZ), "--method", "blib"], "unknown method 'blib'"),
-        ([str(QUARTZ), "--batch", "0"], "batch must be at least 1, got 0"),
-        ([str(QUARTZ), "--method", "ensemble", "--option", "members"], "written name=number, got 'members'"),
+        ([str(SILICA), "--backbone", "chgnet:9"], "unknown CHGNet variant '9'"),
+        ([str(SILICA), "--method", "blib"], "unknown method 'blib'"),
+        ([str(SILICA), "--batch", "0"], "batch must be at least 1, got 0"),
+        ([str(SILICA), "--method", "ensemble", "--option", "members"], "written name=number, got 'members'"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(tmp_path, monkeypatch, arguments, message):
@@ -183,11 +184,11 @@ def test_a_checkpoint_of_another_backbone_is_refused(finetuned, tmp_path):
     content = torch.load(finetuned[0] / "model.pt", weights_only=True)
     content["origin"]["name"] = "chgnet:r2scan"
     torch.save(content, tmp_path / "other.pt")
-    result = invoke("evaluate", tmp_path / "other.pt", QUARTZ)
+    result = invoke("evaluate", tmp_path / "other.pt", SILICA)
     assert result.exit_code == 2
     assert "was made from chgnet:r2scan with weights" in " ".join(result.output.split())
     (tmp_path / "text.pt").write_text("not a model")
-    result = invoke("evaluate", tmp_path / "text.pt", QUARTZ)
+    result = invoke("evaluate", tmp_path / "text.pt", SILICA)
     assert result.exit_code == 2
     assert "is damaged or was not written by pmlip" in " ".join(result.output.split())
 
@@ -202,7 +203,7 @@ def test_every_setting_has_its_meaning_in_the_help():
 
 def test_predict_annotates_structures(finetuned, tmp_path):
     out, _ = finetuned
-    write(tmp_path / "four.extxyz", read(QUARTZ, index=":4"))
+    write(tmp_path / "four.extxyz", read(SILICA, index=":4"))
     arguments = ["predict", out / "model.pt", tmp_path / "four.extxyz", "--samples", "3"]
     result = invoke(*arguments, "--out", tmp_path / "out.extxyz", "--json")
     assert result.exit_code == 0, result.output
@@ -219,14 +220,14 @@ def test_info_tells_what_a_model_is(finetuned, tmp_path):
     out, _ = finetuned
     record = json.loads(invoke("info", out / "model.pt", "--json").stdout)
     assert record["backbone"] == "chgnet:0.3.0"
-    assert record["train"] == {"file": "quartz_pbe.extxyz", "structures": 6}
+    assert record["train"] == {"file": "silica_pbe.extxyz.xz", "structures": 6}
     assert record["config"]["epochs"] == 1
     assert record["validation"]["forces"] > 0
     assert record["versions"]["pmlip"]
     shown = " ".join(invoke("info", out / "model.pt").output.split())
     assert "chgnet:0.3.0" in shown
-    assert "quartz_pbe.extxyz" in shown
-    refused = invoke("info", QUARTZ)
+    assert "silica_pbe.extxyz.xz" in shown
+    refused = invoke("info", SILICA)
     assert refused.exit_code == 2
     assert "is damaged or was not written by pmlip" in " ".join(refused.stderr.split())
 
@@ -238,7 +239,7 @@ def test_fold_writes_a_file_of_the_package_itself(finetuned, tmp_path):
     out, _ = finetuned
     result = invoke("fold", out / "model.pt", "--sample", "2", "--out", tmp_path / "sample.pth.tar")
     assert result.exit_code == 0, result.output
-    atoms = read(QUARTZ, index=0)
+    atoms = read(SILICA, index=0)
     expected = pmlip.load(out / "model.pt").sample(atoms, samples=3).forces[2]
     plain = CHGNetCalculator(CHGNet.from_file(tmp_path / "sample.pth.tar"), use_device="cpu")
     np.testing.assert_allclose(plain.get_forces(atoms.copy()), expected, atol=1e-4)
@@ -246,7 +247,7 @@ def test_fold_writes_a_file_of_the_package_itself(finetuned, tmp_path):
 
 def test_calibrate_stores_the_scale(finetuned, tmp_path):
     out, _ = finetuned
-    write(tmp_path / "valid.extxyz", read(QUARTZ, index=":3"))
+    write(tmp_path / "valid.extxyz", read(SILICA, index=":3"))
     arguments = [out / "model.pt", tmp_path / "valid.extxyz", "--samples", "4", "--out", tmp_path / "scaled.pt"]
     result = invoke("calibrate", *arguments)
     assert result.exit_code == 0, result.output
@@ -261,11 +262,11 @@ def test_calibrate_stores_the_scale(finetuned, tmp_path):
 
 def test_a_settings_file_and_flags_mean_the_same(tmp_path):
     (tmp_path / "short.toml").write_text(
-        f'train = "{QUARTZ}"\nbackbone = "chgnet"\ncount = 6\nepochs = 3\nbatch = 3\nnoise-rate = 0.05\n'
+        f'train = "{SILICA}"\nbackbone = "chgnet"\ncount = 6\nepochs = 3\nbatch = 3\nnoise-rate = 0.05\n'
     )
     by_file = invoke("finetune", "--settings", tmp_path / "short.toml", "--epochs", "2", "--dry-run", "--out", "x")
     by_flags = invoke(
-        *("finetune", QUARTZ, "--count", "6", "--epochs", "2", "--batch", "3", "--noise-rate", "0.05"),
+        *("finetune", SILICA, "--count", "6", "--epochs", "2", "--batch", "3", "--noise-rate", "0.05"),
         *("--dry-run", "--out", "x"),
     )
     assert by_file.exit_code == by_flags.exit_code == 0, by_file.output
@@ -290,6 +291,6 @@ def test_a_settings_file_and_flags_mean_the_same(tmp_path):
 )
 def test_a_wrong_settings_file_is_refused(tmp_path, text, message):
     (tmp_path / "wrong.toml").write_text(text)
-    result = invoke("finetune", QUARTZ, "--settings", tmp_path / "wrong.toml")
+    result = invoke("finetune", SILICA, "--settings", tmp_path / "wrong.toml")
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())

@@ -1,9 +1,11 @@
+from importlib import resources
+
 import numpy as np
 import pytest
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import write
-from ase.units import kcal, mol
+from ase.units import GPa, kcal, mol
 
 from pmlip import datasets
 from pmlip.structures import labels
@@ -81,3 +83,41 @@ def test_other_matter_missing_labels_and_wrong_names_are_refused(tmp_path):
 def test_an_unknown_part_is_refused():
     with pytest.raises(ValueError, match=r"has no part 'trian'; allowed: train, .*did you mean 'train'"):
         datasets.silica_pbe("trian")
+
+
+def test_the_shipped_set_is_labelled_and_split():
+    sizes = {part: len(datasets.silica_pbe(part)) for part in datasets.SILICA_PBE_PARTS}
+    assert sizes == {"train": 160, "valid": 32, "test": 48, "hot": 24, "strained": 24, "polymorph": 24, "eos": 7}
+    everything = [atoms for part in datasets.SILICA_PBE_PARTS for atoms in datasets.silica_pbe(part)]
+    assert len({atoms.info["id"] for atoms in everything}) == len(everything)
+    found = labels(everything)
+    assert all(bool(value.isfinite().all()) for value in found.values())
+    for atoms in everything:
+        assert np.abs(atoms.get_forces().sum(0)).max() < 0.02  # eV/Å, no net force but for the grid of the plane waves
+        described = {"polymorph", "made", "strain", "cutoff_Ry", "kpoints", "scf_threshold_Ry", "scf_iterations"}
+        assert described <= atoms.info.keys()
+    file = resources.files("pmlip") / "data" / "silica_pbe.extxyz.xz"
+    assert len(file.read_bytes()) < 1e6
+
+
+def test_the_parts_of_the_shipped_set_are_what_they_are_called():
+    of = {part: [atoms.info for atoms in datasets.silica_pbe(part)] for part in datasets.SILICA_PBE_PARTS}
+    for part in ("train", "valid", "test"):
+        assert {info["polymorph"] for info in of[part]} == {"quartz", "cristobalite"}
+        assert max(info.get("temperature", 0) for info in of[part]) <= 900
+    assert min(info["temperature"] for info in of["hot"]) >= 1500
+    assert {info["polymorph"] for info in of["polymorph"]} == {"stishovite", "coesite"}
+    assert max(abs(info["strain"]) for info in of["strained"]) > 0.08
+    forces = {part: float(labels(datasets.silica_pbe(part)).forces.square().mean()) for part in ("test", "hot")}
+    assert forces["hot"] > 2 * forces["test"]
+
+
+def test_the_stress_of_the_shipped_set_is_the_derivative_of_its_energy():
+    eos = sorted(datasets.silica_pbe("eos"), key=lambda atoms: atoms.info["strain"])
+    energies, volumes = (
+        [function(atoms) for atoms in eos] for function in (Atoms.get_potential_energy, Atoms.get_volume)
+    )
+    derivative = np.gradient(np.array(energies), np.array(volumes), edge_order=2)
+    pressure = np.array([-atoms.get_stress()[:3].mean() for atoms in eos])
+    # finite differences, and plane waves that change with the cell: 2 GPa in a range of 12
+    np.testing.assert_allclose(pressure[1:-1], -derivative[1:-1], atol=2 * GPa)

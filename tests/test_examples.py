@@ -47,3 +47,10 @@ def test_the_vibrations_of_quartz_are_where_they_should_be(run):
     assert len(frequencies) == 27
     assert 25 < frequencies[-1] < 40  # stretching of Si-O: 36 THz
     assert sum(abs(frequency) < 2 for frequency in frequencies) >= 3  # translations
+
+
+def test_the_bulk_modulus_stands_beside_that_of_dft(run):
+    text = run("bulk_modulus.py")
+    reference = number(text, r"PBE ([\d.]+) GPa")
+    assert 80 < reference < 160  # with the atoms fixed, above the 35 GPa of relaxed quartz
+    assert abs(number(text, r"fixed: ([\d.]+)") - reference) < 0.4 * reference

@@ -12,7 +12,7 @@ from ase import Atoms
 from pmlip import metrics, scores
 from pmlip.methods.base import Method, Progress
 from pmlip.samples import Outputs, Samples, mean_per_system
-from pmlip.structures import as_structures, labels
+from pmlip.structures import LABELS, as_structures, labels
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def evaluate(
     seconds = time.perf_counter() - began
     point = model.predict(listed)
     result = {}
-    for name in ("energy", "forces", "stress"):
+    for name in LABELS:
         if name in drawn and bool(target[name].isfinite().any()):
             result[name] = _scores(name, drawn, point, target)
     has_spread = count > 1 and drawn.trained

@@ -15,10 +15,9 @@ from pmlip.calculator import annotated, uncertainties
 from pmlip.files import write_json
 from pmlip.methods.base import Method
 from pmlip.reading import check_file, iterate
-from pmlip.structures import StructureError, as_structures
+from pmlip.structures import LABELS, StructureError, as_structures
 
 BATCH = 64  # structures between two writes
-LABELS = ("energy", "forces", "stress")
 
 
 def predict_file(

@@ -15,7 +15,7 @@ from ase.io.formats import UnknownFileTypeError
 from ase.stress import full_3x3_to_voigt_6_stress
 
 from pmlip.hints import did_you_mean
-from pmlip.structures import StructureError, as_structures, labels
+from pmlip.structures import LABELS, StructureError, as_structures, labels
 
 # What a label is called in the wild, the likeliest first. A name that says "reference" wins over a plain one, which may
 # be what some other potential left there.
@@ -128,7 +128,7 @@ def _read_npz(path: Path) -> Iterator[Atoms]:
     for index, positions in enumerate(content["positions"]):
         cell = content["cell"][index] if "cell" in content else None
         atoms = Atoms(kinds, positions, cell=cell, pbc=cell is not None)
-        results = {name: content[name][index] for name in ("energy", "forces", "stress") if name in content}
+        results = {name: content[name][index] for name in LABELS if name in content}
         yield _with_labels(atoms, results)
 
 

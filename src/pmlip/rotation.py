@@ -5,6 +5,8 @@ from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.stress import full_3x3_to_voigt_6_stress, voigt_6_to_full_3x3_stress
 
+from pmlip.structures import LABELS
+
 
 def random_rotation(random: np.random.Generator) -> np.ndarray:
     """A rotation, all equally likely (a unit quaternion)."""
@@ -30,6 +32,6 @@ def rotated(atoms: Atoms, matrix: np.ndarray) -> Atoms:
         full = np.asarray(results["stress"], dtype=float)
         full = full if full.shape == (3, 3) else voigt_6_to_full_3x3_stress(full)
         results["stress"] = full_3x3_to_voigt_6_stress(matrix @ full @ matrix.T)
-    kept = {name: results[name] for name in ("energy", "forces", "stress") if name in results}
+    kept = {name: results[name] for name in LABELS if name in results}
     turned.calc = SinglePointCalculator(turned, **kept)
     return turned

@@ -10,6 +10,8 @@ from ase.stress import full_3x3_to_voigt_6_stress
 
 from pmlip.samples import PER_ATOM, Outputs
 
+LABELS = ("energy", "forces", "stress")
+
 
 class StructureError(ValueError):
     """A structure that cannot be used: which of those given, and why."""
@@ -64,7 +66,7 @@ def labels(structures: Atoms | Iterable[Atoms]) -> Outputs:
                 "or attach a SinglePointCalculator to each structure",
             )
         for name, value in results.items():
-            if name in ("energy", "forces", "stress") and not np.isfinite(value).all():
+            if name in LABELS and not np.isfinite(value).all():
                 raise StructureError(atoms, index, f"its label {name!r} is NaN or infinite")
         energy[index] = results.get("energy", np.nan)
         if "stress" in results:

@@ -23,12 +23,11 @@ from pmlip.files import atomic_write
 from pmlip.methods.base import Method
 from pmlip.references import fit_offsets
 from pmlip.rotation import random_rotation, rotated
-from pmlip.structures import as_structures, check_labels, fingerprint, labels
+from pmlip.structures import LABELS, as_structures, check_labels, fingerprint, labels
 
 if TYPE_CHECKING:  # it takes seconds to import
     from lightning_fabric import Fabric
 
-LABELS = ("energy", "forces", "stress")
 SAVE_EVERY = 60.0  # seconds between two saves of the state of a run
 
 

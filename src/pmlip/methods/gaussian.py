@@ -11,9 +11,7 @@ from torch import Tensor
 
 from pmlip.backbones.base import Backbone, Graph
 from pmlip.methods.base import WrappedMethod, each_sample
-from pmlip.structures import labels
-
-OUTPUTS = ("energy", "forces", "stress")
+from pmlip.structures import LABELS, labels
 
 
 class Gaussian(WrappedMethod):
@@ -23,7 +21,7 @@ class Gaussian(WrappedMethod):
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__(backbone)
-        self.register_buffer("widths", torch.zeros(len(OUTPUTS), dtype=torch.float64))
+        self.register_buffer("widths", torch.zeros(len(LABELS), dtype=torch.float64))
 
     @property
     def trained(self) -> bool:
@@ -42,7 +40,7 @@ class Gaussian(WrappedMethod):
             count = 1 if draws is None else len(draws)
             return {name: value.expand(count, *value.shape) for name, value in outputs.items()}
         units = self._units(graph, outputs)
-        widths = {name: width * units[name] for name, width in zip(OUTPUTS, self.widths, strict=True) if name in units}
+        widths = {name: width * units[name] for name, width in zip(LABELS, self.widths, strict=True) if name in units}
 
         def run(generator: torch.Generator) -> dict[str, Tensor]:
             moved = {}
@@ -65,7 +63,7 @@ class Gaussian(WrappedMethod):
         if not valid:
             raise ValueError(f"{self.name} fits its widths to validation data, and none were given")
         target = labels(valid)
-        collected: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {name: [] for name in OUTPUTS}
+        collected: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {name: [] for name in LABELS}
         outputs = self.predict(valid)
         for index, atoms in enumerate(valid):
             graph = self.backbone.graph([atoms])
@@ -79,7 +77,7 @@ class Gaussian(WrappedMethod):
                 error = (single[name].cpu().double() - label).numpy()
                 present = np.isfinite(error)
                 collected[name].append((error[present], np.broadcast_to(unit.cpu().numpy(), error.shape)[present]))
-        for position, name in enumerate(OUTPUTS):
+        for position, name in enumerate(LABELS):
             pairs = [pair for pair in collected[name] if len(pair[0])]
             if pairs:
                 errors, units = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
