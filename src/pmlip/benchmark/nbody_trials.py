@@ -12,7 +12,8 @@ from typing import Any
 
 from rich.console import Console
 
-from pmlip.benchmark.nbody import RECIPES, SCALES, NBodySettings, Preset, run_checked
+from pmlip.benchmark.nbody import RECIPES, NBodySettings, Preset, run_checked
+from pmlip.benchmark.nbody_tables import SCALES
 from pmlip.benchmark.runner import Cell, read_cells
 from pmlip.files import atomic_write
 from pmlip.nbody.training import Recipe

@@ -1,0 +1,117 @@
+"""What is made of the cells of the N-body benchmark: Table 1 and Figure 1 of the paper, and an overview."""
+
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from pmlip.benchmark.publish import Results, empty_figure, over_seeds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+METHODS = ("egnn", "ensemble", "blip", "mc-dropout", "p-egnn", "p-blip")  # in this order in tables and figures
+
+# The paper: mean and standard deviation of MSE x 1e3, CRPS x 1e2, SSR on its own test set.
+PAPER: dict[tuple[str, int], tuple[tuple[float, float] | None, ...]] = {
+    ("egnn", 3000): ((6.83, 0.31), None, None),
+    ("ensemble", 3000): ((5.84, 0.13), (1.88, 0.10), (0.58, 0.02)),
+    ("blip", 1000): ((7.39, 0.75), (2.86, 0.37), (0.40, 0.04)),
+    ("blip", 3000): ((6.13, 0.75), (2.35, 0.12), (0.42, 0.03)),
+    ("blip", 10000): ((4.57, 0.41), (2.00, 0.19), (0.42, 0.02)),
+    ("p-egnn", 1000): ((7.89, 0.60), (2.31, 0.16), (0.75, 0.08)),
+    ("p-egnn", 3000): ((6.09, 0.38), (1.76, 0.08), (0.83, 0.12)),
+    ("p-egnn", 10000): ((4.19, 0.17), (1.36, 0.07), (0.88, 0.05)),
+}
+SCALES = {"mse": 1e3, "crps": 1e2, "ssr": 1.0}
+
+
+def summary(results: Results) -> list[dict[str, Any]]:
+    """Mean and standard deviation over seeds for each method and size, beside the paper's."""
+    rows = []
+    for method, size in sorted(
+        {(cell.method, cell.size) for cell in results}, key=lambda k: (k[1], METHODS.index(k[0]))
+    ):
+        found = [result for cell, result in results.items() if (cell.method, cell.size) == (method, size)]
+        row: dict[str, Any] = {"method": method, "size": size, "seeds": len(found), "samples": found[0]["samples"]}
+        for position, name in enumerate(SCALES):
+            for key, place in ((name, "test"), (f"{name}_as_trained", "test_as_trained")):
+                values = [result[place][name] for result in found if name in result[place]]
+                if values:
+                    row[key] = over_seeds(values)
+            published = PAPER.get((method, size), (None, None, None))[position]
+            if published is not None:
+                row[f"paper_{name}"] = {
+                    key: value / SCALES[name] for key, value in zip(("mean", "std"), published, strict=True)
+                }
+        row["training_passes"] = statistics.mean(result["training"]["passes"] for result in found)
+        row["training_seconds"] = statistics.mean(result["training"]["seconds"] for result in found)
+        rows.append(row)
+    return rows
+
+
+def table(results: Results) -> str:
+    """Table 1 as Markdown."""
+    lines = [
+        "| n | method | K | MSE x 1e3 | paper | CRPS x 1e2 | as trained | paper | SSR | as trained | paper "
+        "| training: passes, seconds | seeds |",
+        "|---" * 13 + "|",
+    ]
+
+    def cell(row: dict[str, Any], name: str, key: str) -> str:
+        value = row.get(key)
+        return "" if value is None else f"{SCALES[name] * value['mean']:.2f} ± {SCALES[name] * value['std']:.2f}"
+
+    for row in summary(results):
+        columns = [(name, key) for name in SCALES for key in (name, f"{name}_as_trained", f"paper_{name}")]
+        scores = [cell(row, name, key) for name, key in columns if key != "mse_as_trained"]  # the mean stays
+        cost = f"{row['training_passes']:.1e}, {row['training_seconds']:.0f}"
+        lines.append(
+            f"| {row['size']} | {row['method']} | {row['samples']} | {' | '.join(scores)} | {cost} | {row['seeds']} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def overview(results: Results) -> str:
+    """CRPS and spread-skill ratio of every method at every size, a row for each method, as Markdown."""
+    rows = {(row["method"], row["size"]): row for row in summary(results)}
+    sizes = sorted({size for _, size in rows})
+    lines = [f"| CRPS x 1e2 (SSR) | {' | '.join(f'n = {size}' for size in sizes)} |", "|---" * (len(sizes) + 1) + "|"]
+
+    def line(title: str, prefix: str, method: str) -> str:
+        cells = []
+        for size in sizes:
+            row = rows.get((method, size), {})
+            crps, ssr = row.get(f"{prefix}crps"), row.get(f"{prefix}ssr")
+            ratio = f" ({ssr['mean']:.2f})" if ssr else ""
+            cells.append(f"{1e2 * crps['mean']:.2f} ± {1e2 * crps['std']:.2f}{ratio}" if crps else "")
+        return f"| {title} | {' | '.join(cells)} |" if any(cells) else ""
+
+    for method in METHODS:
+        lines += [line(method, "", method), line(f"{method}, paper", "paper_", method)]
+    return "\n".join(filter(None, lines)) + "\n"
+
+
+def figure(results: Results) -> "Figure":
+    """Figure 1: the three scores against the size of the training set, with the paper's values in dashes."""
+    rows = summary(results)
+    picture = empty_figure(11, 3.6)
+    for position, (name, scale) in enumerate(SCALES.items()):
+        axes = picture.add_subplot(1, 3, position + 1)
+        for number, method in enumerate(METHODS):
+            for key, style in ((name, "o-"), (f"paper_{name}", "s--")):
+                found = [row for row in rows if row["method"] == method and key in row]
+                if not found:
+                    continue
+                sizes = [row["size"] for row in found]
+                mean, std = ([scale * row[key][part] for row in found] for part in ("mean", "std"))
+                label = method if key == name else f"{method}, paper"
+                axes.errorbar(sizes, mean, yerr=std, fmt=style, color=f"C{number}", label=label, capsize=3)
+        if name == "ssr":
+            axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
+        axes.set(
+            xscale="log",
+            xlabel="training trajectories",
+            title={"mse": "MSE × 1e3", "crps": "CRPS × 1e2"}.get(name, "SSR"),
+        )
+        if position == 1:
+            axes.legend(fontsize=8)
+    return picture

@@ -1,0 +1,180 @@
+"""pmlip bench: each command writes result files and what is made of them."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pmlip.cli.options import Trust, Weights, one_sentence
+from pmlip.training import FinetuneConfig
+
+bench = typer.Typer(no_args_is_help=True, help="Benchmarks; each writes result files.")
+
+Jobs = Annotated[int, typer.Option(min=1, help="Processes at once, one thread each.")]
+Seeds = Annotated[int, typer.Option(min=1, help="Seeds 0 to SEEDS - 1.")]
+Sizes = Annotated[str, typer.Option(help="Training sizes, with commas between them.")]
+Methods = Annotated[str, typer.Option(help="Methods, with commas between them.")]
+Results = Annotated[Path, typer.Option(help="Folder of the result files; what is finished is skipped.")]
+
+
+@bench.command()
+def nbody(
+    methods: Methods = "egnn,ensemble,blip,mc-dropout,p-egnn",
+    sizes: Sizes = "1000,3000,10000",
+    seeds: Seeds = 4,
+    jobs: Jobs = 1,
+    preset: Annotated[str, typer.Option(help="quick: minutes, to try it out; full: the benchmark.")] = "full",
+    at_rest: Annotated[bool, typer.Option(help="Work in the frame of the centre of mass.")] = True,
+    time_reversal: Annotated[bool, typer.Option(help="Train on the reversed trajectories too.")] = True,
+    out: Results = Path("benchmarks/results/nbody"),
+    params: Annotated[bool, typer.Option("--params", help="Print the paper's table of parameters and stop.")] = False,
+) -> None:
+    """Where are five charged particles after a thousand steps? Trains each method from scratch.
+
+    Example: pmlip bench nbody --preset quick --methods egnn,p-egnn --sizes 200,400 --seeds 2 --jobs 2 --out nbody-quick
+    """
+    from pmlip.benchmark import nbody as benchmark
+    from pmlip.nbody.methods import parameter_table
+
+    if params:
+        for name, count, ratio in parameter_table():
+            typer.echo(f"{name:24} {count:8,} {ratio:5.2f}x")
+        return
+    with one_sentence():
+        if preset not in benchmark.PRESETS:
+            raise ValueError(f"unknown preset {preset!r}; allowed: {', '.join(benchmark.PRESETS)}")
+        chosen = benchmark.PRESETS[preset]
+        settings = replace(chosen.settings, at_rest=at_rest, time_reversal=time_reversal)
+        benchmark.run(
+            methods=_listed(methods),
+            sizes=_whole_numbers(sizes),
+            seeds=seeds,
+            preset=replace(chosen, settings=settings),
+            folder=out,
+            jobs=jobs,
+            console=Console(),
+        )
+
+
+@bench.command()
+def nbody_trials(
+    methods: Methods = "egnn,blip,mc-dropout,p-egnn",
+    jobs: Jobs = 1,
+    out: Results = Path("benchmarks/results/nbody/trials"),
+) -> None:
+    """Tune the recipes of the N-body benchmark on validation data: the same number of trials for each method.
+
+    Example: pmlip bench nbody-trials --methods p-egnn --jobs 2
+    """
+    from pmlip.benchmark.nbody_trials import tune
+
+    with one_sentence():
+        tune(_listed(methods), out, jobs=jobs, console=Console())
+
+
+@bench.command()
+def nbody_ablation(
+    seeds: Seeds = 2,
+    jobs: Jobs = 1,
+    out: Results = Path("benchmarks/results/nbody/ablation"),
+) -> None:
+    """Change one thing of P-EGNN that its paper leaves untested: where the noise enters, whose it is, how much of it.
+
+    Example: pmlip bench nbody-ablation --seeds 2 --jobs 2
+    """
+    from pmlip.benchmark.nbody_trials import ablate
+
+    with one_sentence():
+        ablate(out, seeds=seeds, jobs=jobs, console=Console())
+
+
+@bench.command()
+def silica(
+    data: Annotated[
+        str, typer.Option(help="silica-pbe, a file with DFT labels, tan_silica:FILE or zeo22:FILE.")
+    ] = "silica-pbe",
+    backbone: Annotated[str, typer.Option(help="Backbone to fine-tune.")] = "chgnet",
+    weights: Weights = None,
+    test_data: Annotated[str | None, typer.Option(help="Test on this file, given as for --data.")] = None,
+    unseen: Annotated[list[str] | None, typer.Option(help="Out-of-distribution structures; repeatable.")] = None,
+    methods: Methods = "p,blip,ensemble,mc-dropout,constant,force-scaled,deterministic",
+    sizes: Sizes = "32,128",
+    seeds: Seeds = 4,
+    test: Annotated[int, typer.Option(min=3, help="Structures to test on, where the data has no such part.")] = 400,
+    samples: Annotated[int, typer.Option(min=2, help="Samples K at test.")] = 32,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the training set.")] = None,
+    jobs: Jobs = 1,
+    out: Results = Path("benchmarks/results/silica"),
+) -> None:
+    """Fine-tune a pretrained potential on silica by every method, and compare them.
+
+    Example: pmlip bench silica --data silica-pbe --backbone chgnet --methods p,constant --sizes 32 --seeds 2
+    """
+    from pmlip.benchmark import silica as benchmark
+
+    with one_sentence():
+        benchmark.run(
+            benchmark.SilicaSettings(
+                backbone=backbone,
+                data=data,
+                test_data=test_data,
+                unseen=tuple(unseen or ()),
+                weights=str(weights) if weights else None,
+                test=test,
+                test_samples=samples,
+                config=FinetuneConfig(epochs=epochs),
+            ),
+            names=_listed(methods),
+            sizes=_whole_numbers(sizes),
+            seeds=seeds,
+            folder=out,
+            jobs=jobs,
+            console=Console(),
+        )
+
+
+@bench.command()
+def symmetry(
+    backbone: Annotated[str, typer.Argument(help="Backbone, as for finetune.")],
+    weights: Weights = None,
+    trust: Trust = False,
+    out: Annotated[Path, typer.Option(help="Folder of the result file.")] = Path("benchmarks/results/symmetry"),
+) -> None:
+    """Measure how far a sample of a turned structure is from the turned sample.
+
+    Example: pmlip bench symmetry chgnet
+    """
+    from pmlip.benchmark.symmetry import run
+
+    with one_sentence():
+        run(backbone, weights=weights, trust=trust, out=out, console=Console())
+
+
+@bench.command()
+def speed(
+    only: Annotated[str | None, typer.Option(help="Measure this part alone: crps, nbody, step or predict.")] = None,
+    backbone: Annotated[str, typer.Option(help="Backbone of the part predict.")] = "chgnet",
+    weights: Weights = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the result files.")] = None,
+) -> None:
+    """Measure our parts beside their rivals in one run, as ratios.
+
+    Example: pmlip bench speed --only crps
+    """
+    from pmlip.benchmark.speed import run
+
+    with one_sentence():
+        run(only, out, Console(), backbone=backbone, weights=weights)
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _whole_numbers(text: str) -> list[int]:
+    for part in _listed(text):
+        if not part.isdecimal():
+            raise ValueError(f"whole numbers with commas between them are wanted, got {part!r}")
+    return [int(part) for part in _listed(text)]
