@@ -1,5 +1,8 @@
 """Every method of an uncertainty answers to the same interface."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -47,6 +50,8 @@ class TestEveryMethod:
         for output, value in once.items():
             assert value.shape[0] == count
             assert torch.equal(value, again[output])
+        many = data * 20  # more than one pass, and sizes of passes are learned from the clock
+        torch.testing.assert_close(*(made.sample(many, samples=count, seed=2).forces for _ in range(2)))
         if count > 1:
             assert float(once.spread.forces.min()) > 0
             assert float(once.spread.energy.min()) > 0
@@ -76,6 +81,37 @@ class TestEveryMethod:
         assert ("ssr" in scores["forces"]) == (made.fixed_samples != 1)
 
 
+def test_single_precision_stays_what_it_is(tmp_path):
+    """Some methods have a buffer in double precision."""
+    data = molecules(12)
+    made = methods.make("constant", tiny_backbone(dtype=torch.float32))
+    finetune(made, data[:8], valid=data[8:], config=CONFIG)
+    made.save(tmp_path / "model.pt")
+    loaded = pmlip.load(tmp_path / "model.pt", backbone=tiny_backbone(dtype=torch.float32))
+    assert torch.equal(loaded.predict(data).forces, made.predict(data).forces)
+    assert loaded.predict(data).forces.dtype == torch.float32
+
+
+def test_structures_of_different_passes_have_different_noise():
+    made, data = train("constant")
+    drawn = made.sample([data[0]] * 60, samples=3).forces.unflatten(1, (60, -1))
+    assert len(drawn.flatten(2)[0].unique(dim=0)) == 60
+
+
+def test_an_unknown_option_is_refused():
+    with pytest.raises(ValueError, match=r"ensemble has no option 'member'; allowed: members; did you mean 'members'"):
+        methods.make("ensemble", tiny_backbone(), member=3)
+    with pytest.raises(ValueError, match=r"a whole number of members, at least 2, got members=2\.5"):
+        methods.make("ensemble", tiny_backbone(), members=2.5)
+    with pytest.raises(ValueError, match="deterministic has no option 'beta'; allowed: none"):
+        methods.make("deterministic", tiny_backbone(), beta=1.0)
+
+
+def test_a_spread_is_not_learned_from_one_sample():
+    with pytest.raises(ValueError, match="a spread is learned from at least 2 samples, got samples=1"):
+        finetune(methods.make("p", tiny_backbone()), molecules(4), config=FinetuneConfig(samples=1))
+
+
 def test_names_of_methods():
     assert {"p", "deterministic", "ensemble", "blip", "mc-dropout", "constant", "force-scaled", "confidence"} == set(
         methods.available()
@@ -93,8 +129,19 @@ def test_members_of_an_ensemble_differ_and_are_deterministic_runs():
     assert not torch.allclose(out.forces[0], out.forces[1])
     with pytest.raises(ValueError, match="an ensemble of 2 members has as many samples, not 5"):
         ensemble.sample(data, samples=5)
-    with pytest.raises(ValueError, match="at least 2 members, got members=1"):
+    with pytest.raises(ValueError, match="at least 2, got members=1"):
         methods.make("ensemble", tiny_backbone(), members=1)
+
+
+def test_ensembles_of_two_seeds_share_no_member():
+    data = molecules(16)
+    members = []
+    for seed in (0, 1):
+        ensemble = methods.make("ensemble", tiny_backbone(), members=2)
+        finetune(ensemble, data[:10], config=replace(CONFIG, seed=seed))
+        members += list(ensemble.sample(data, samples=2).forces)
+    for first, second in itertools.combinations(members, 2):
+        assert not torch.allclose(first, second)
 
 
 def test_blip_starts_nearly_deterministic_and_is_held_to_its_prior():
@@ -129,7 +176,7 @@ def test_trivial_widths_are_those_with_the_smallest_crps(name):
 
 
 def test_trivial_widths_need_validation_data():
-    with pytest.raises(ValueError, match="constant fits its widths to validation data, and none were given"):
+    with pytest.raises(ValueError, match="this method fits its widths to validation data, and none were given"):
         finetune(methods.make("constant", tiny_backbone()), molecules(), config=CONFIG)
 
 

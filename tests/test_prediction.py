@@ -93,8 +93,33 @@ def test_what_was_begun_otherwise_is_not_continued(model, tmp_path):
     write(tmp_path / "in.extxyz", water(2))
     (tmp_path / "out.extxyz.partial").touch()
     (tmp_path / "out.extxyz.partial.json").write_text('{"samples": 7}')
-    with pytest.raises(ValueError, match=r"out.extxyz.partial was begun with another model, source, bytes, samples"):
+    with pytest.raises(ValueError, match=r"out.extxyz.partial was begun with another model, source, samples"):
         predict_file(model, tmp_path / "in.extxyz", tmp_path / "out.extxyz", samples=4)
+
+
+def test_after_a_bad_structure_was_mended_the_rest_goes_on(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(prediction, "BATCH", 2)
+    structures = water(5)
+    broken = [atoms.copy() for atoms in structures]
+    broken[4].positions[1] = np.nan
+    write(tmp_path / "in.traj", broken)
+    with pytest.raises(ValueError, match="structure 4"):
+        predict_file(model, tmp_path / "in.traj", tmp_path / "out.extxyz", samples=4)
+    write(tmp_path / "in.traj", structures[:4])
+    assert predict_file(model, tmp_path / "in.traj", tmp_path / "out.extxyz", samples=4) == 4
+
+
+def test_other_structures_under_the_same_name_are_noticed(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(prediction, "BATCH", 2)
+    structures = water(4)
+    broken = [atoms.copy() for atoms in structures]
+    broken[3].positions[1] = np.nan
+    write(tmp_path / "in.traj", broken)
+    with pytest.raises(ValueError, match="structure 3"):
+        predict_file(model, tmp_path / "in.traj", tmp_path / "out.extxyz", samples=4)
+    write(tmp_path / "in.traj", structures[1:])
+    with pytest.raises(ValueError, match="does not end with the structure that"):
+        predict_file(model, tmp_path / "in.traj", tmp_path / "out.extxyz", samples=4)
 
 
 def test_bad_input_names_the_file_and_the_structure(model, tmp_path):

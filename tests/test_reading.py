@@ -130,11 +130,12 @@ def test_a_virial_becomes_a_stress(tmp_path):
     atoms = structures(1)[0]
     virial = np.array([[1.0, 0.2, 0.3], [0.2, 2.0, 0.4], [0.3, 0.4, 3.0]])
     moved = renamed(atoms, {"energy": "energy", "forces": "forces"})
-    moved.info["virial"] = virial
+    moved.info["virial"] = moved.info["vasp_virial"] = virial
     write(tmp_path / "data.extxyz", moved)
-    read, _ = read_structures(tmp_path / "data.extxyz")
     expected = -np.array([1.0, 2.0, 3.0, 0.4, 0.3, 0.2]) / atoms.get_volume()
-    np.testing.assert_allclose(read[0].get_stress(), expected)
+    for key in (None, "vasp_virial"):
+        read, _ = read_structures(tmp_path / "data.extxyz", stress_key=key)
+        np.testing.assert_allclose(read[0].get_stress(), expected)
 
 
 def bad(problem):

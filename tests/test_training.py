@@ -196,14 +196,16 @@ def test_an_interruption_within_a_step_waits_for_its_end(tmp_path, monkeypatch):
     [
         ({"config": replace(CONFIG, seed=1)}, "belongs to a run with other settings"),
         ({"train": molecules(9)}, "belongs to a run with other training data"),
+        ({"model": lambda: pmlip.perturb(tiny_backbone(seed=5))}, "belongs to a run with another model"),
+        ({"model": lambda: pmlip.perturb(tiny_backbone(), noise_dim=3)}, "belongs to a run with another model"),
     ],
 )
 def test_a_folder_belongs_to_one_run(tmp_path, change, message):
-    given = {"train": molecules(), "config": CONFIG}
-    finetune(model(), given["train"], config=given["config"], folder=tmp_path)
+    given = {"train": molecules(), "config": CONFIG, "model": lambda: pmlip.perturb(tiny_backbone())}
+    finetune(given["model"](), given["train"], config=given["config"], folder=tmp_path)
     given |= change
     with pytest.raises(ValueError, match=message):
-        finetune(model(), given["train"], config=given["config"], folder=tmp_path)
+        finetune(given["model"](), given["train"], config=given["config"], folder=tmp_path)
 
 
 def test_a_damaged_state_is_an_error_and_stays(tmp_path):
@@ -286,6 +288,10 @@ def test_energies_in_another_unit_are_warned_about():
     [
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"patience": 0}, "patience must be at least 1, got 0"),
+        ({"chunk": 0}, "chunk must be at least 1, got 0"),
+        ({"fairness": -0.5}, "fairness must not be negative, got -0.5"),
+        ({"seed": -1}, "seed must not be negative, got -1"),
         ({"noise_rate": 0.0}, "noise_rate must be positive, got 0.0"),
         ({"average": 1.0}, r"average must lie in \[0, 1\), got 1.0"),
         ({"energy": -1.0}, "the weight of energy must not be negative"),

@@ -1,10 +1,10 @@
 """Make the silica set that ships with pmlip: SiO2 labelled with PBE by Quantum ESPRESSO.
 
-    apt-get install quantum-espresso                             # pw.x, version 6.7
+    apt-get install quantum-espresso libopenblas0-serial         # pw.x 6.7; with the plain BLAS it takes twice as long
     pip download --no-deps --no-binary :all: upf_tools==0.0.1    # tests/sssp holds the SSSP pseudopotentials
     tar xzf upf_tools-0.0.1.tar.gz
     python make.py converge --pseudo upf_tools-0.0.1/tests/sssp --out convergence
-    python make.py draw structures.extxyz                        # MD with CHGNet, random displacements, strains
+    python make.py draw structures.extxyz                        # or: xz -dk structures.extxyz.xz, which holds them
     python make.py label structures.extxyz --pseudo upf_tools-0.0.1/tests/sssp --labels labels --jobs 2
     python make.py collect structures.extxyz --labels labels --out ../../src/pmlip/data/silica_pbe.extxyz.xz
     python make.py restore ../../src/pmlip/data/silica_pbe.extxyz.xz --labels labels     # to go on from a collected set
@@ -152,6 +152,10 @@ def _md(atoms: Atoms, temperature: float, *, count: int, random: np.random.Gener
 # --------------------------------------------------------------------------------------------------------- labels
 
 
+class LabelError(RuntimeError):
+    """A calculation that failed; its output is the second argument."""
+
+
 def label(atoms: Atoms, pseudo: Path, accuracy: Accuracy) -> Atoms:
     """The structure with energy, forces and stress of PBE, on one core."""
     with tempfile.TemporaryDirectory() as folder:
@@ -177,17 +181,17 @@ def label(atoms: Atoms, pseudo: Path, accuracy: Accuracy) -> Atoms:
             )
         output = directory / "pw.out"
         with output.open("w") as file:
-            subprocess.run(
+            ended = subprocess.run(
                 ["pw.x", "-in", "pw.in"],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 cwd=directory,
-                check=True,
+                check=False,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )
         text = output.read_text()
-        if "convergence has been achieved" not in text:
-            raise RuntimeError(f"{atoms.info.get('id')}: the SCF cycle did not converge")
+        if ended.returncode or "convergence has been achieved" not in text:
+            raise LabelError(f"{atoms.info.get('id')}: pw.x failed or its SCF cycle did not converge", text)
         with output.open() as file:
             labelled: Atoms = list(read_espresso_out(file, index=slice(None)))[-1]
     labelled.info = atoms.info | {
@@ -204,15 +208,27 @@ def label(atoms: Atoms, pseudo: Path, accuracy: Accuracy) -> Atoms:
 
 
 def label_all(structures: list[Atoms], pseudo: Path, labels: Path, *, jobs: int) -> None:
-    """Label those without a file, `jobs` at once; in mixed order, so that a part of the labels is a small set."""
+    """Label those without a file, `jobs` at once; in mixed order, so that a part of the labels is a small set.
+
+    Where one fails, its output is kept beside the labels and the others go on.
+    """
     labels.mkdir(parents=True, exist_ok=True)
     mixed = [structures[i] for i in np.random.default_rng(0).permutation(len(structures))]
+
+    failed = []
 
     def work(atoms: Atoms) -> None:
         file = labels / f"{atoms.info['id']}.extxyz"
         if file.exists():
             return
-        done = label(atoms, pseudo, Accuracy(kpoints=KPOINTS[atoms.info["polymorph"]]))
+        try:
+            done = label(atoms, pseudo, Accuracy(kpoints=KPOINTS[atoms.info["polymorph"]]))
+        except LabelError as error:
+            message, text = error.args
+            file.with_suffix(".failed").write_text(text)
+            failed.append(message)
+            print(message, flush=True)
+            return
         partial = file.with_suffix(".partial")
         write(partial, done, format="extxyz")
         partial.rename(file)
@@ -220,6 +236,8 @@ def label_all(structures: list[Atoms], pseudo: Path, labels: Path, *, jobs: int)
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(work, mixed))
+    if failed:
+        raise SystemExit(f"{len(failed)} labels failed; what pw.x said is in {labels}/*.failed")
 
 
 def collect(structures: list[Atoms], labels: Path, out: Path) -> None:

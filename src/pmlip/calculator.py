@@ -62,10 +62,13 @@ class PMLIPCalculator(Calculator):
         ensembles: bool = False,
         weights: str | Path | None = None,
         device: str = "cpu",
+        trust: bool = False,
     ) -> None:
-        """model: a model, or the file of one, which is then loaded with `weights` onto `device`."""
+        """model: a model, or the file of one, which is then loaded as `pmlip.load` does with the last three."""
         super().__init__()
-        self.model: Method = model if isinstance(model, Method) else load(model, weights=weights, device=device)
+        self.model: Method = (
+            model if isinstance(model, Method) else load(model, weights=weights, device=device, trust=trust)
+        )
         if point not in POINTS:
             raise ValueError(f"point must be one of {', '.join(POINTS)}, got {point!r}")
         self.samples = self.model.spread_samples(samples)

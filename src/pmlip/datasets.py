@@ -15,7 +15,7 @@ from ase.units import kcal, mol
 
 from pmlip.hints import did_you_mean
 from pmlip.reading import read_structures
-from pmlip.structures import labels
+from pmlip.structures import labels, require_labels
 
 SILICA_PBE_PARTS = ("train", "valid", "test", "hot", "strained", "polymorph", "eos")
 UNSEEN_SILICA_PBE = ("hot", "strained", "polymorph")  # out of distribution
@@ -68,11 +68,11 @@ def _check_silica(structures: Sequence[Atoms], path: str | Path, *, unit: str, p
     for index, atoms in enumerate(structures):
         if set(atoms.symbols) != {"Si", "O"}:
             raise ValueError(f"{path}: structure {index} is {atoms.get_chemical_formula()}, not silica")
-    found = labels(structures)
-    for name in ("energy", "forces"):
-        if not found[name].isfinite().all():
-            raise ValueError(f"{path}: not every structure carries {name}")
-    energy = float(np.median(found.energy.numpy() / [len(atoms) for atoms in structures]))
+    try:
+        require_labels(structures, ("energy", "forces"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    energy = float(np.median(labels(structures).energy.numpy() / [len(atoms) for atoms in structures]))
     low, high = per_atom
     if not low < energy < high:
         raise ValueError(

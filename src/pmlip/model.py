@@ -91,24 +91,18 @@ class Perturbed(nn.Module):
             layer.fold()
         return copied.backbone
 
+    def settings(self) -> dict[str, Any]:
+        """What it was made with, besides the backbone."""
+        sites = [
+            {"name": site.name, "rows": site.rows, "custom_envelope": site.envelope not in (None, vanish_with_input)}
+            for site in self.sites
+        ]
+        return {"noise_dim": self.noise.dim, "sites": sites}
+
     def save(self, path: str | Path) -> None:
         """Write everything to one file, whole or not at all; `pmlip.load` reads it."""
         checkpoint.write(
-            path,
-            origin=self.origin,
-            settings={
-                "noise_dim": self.noise.dim,
-                "sites": [
-                    {
-                        "name": site.name,
-                        "rows": site.rows,
-                        "custom_envelope": site.envelope not in (None, vanish_with_input),
-                    }
-                    for site in self.sites
-                ],
-            },
-            state=self.state_dict(),
-            record=self.record,
+            path, origin=self.origin, settings=self.settings(), state=self.state_dict(), record=self.record
         )
 
 
@@ -225,7 +219,9 @@ def load(
         model = _perturbed(
             backbone, _stored_sites(path, content) if sites is None else sites, content.settings["noise_dim"]
         )
-    model.to(next(value.dtype for value in content.state.values() if value.is_floating_point()))
+    # the precision of the network; a buffer may have one of its own
+    weights_of = [content.state[name] for name, _ in model.named_parameters() if name in content.state]
+    model.to(next((value.dtype for value in weights_of if value.is_floating_point()), torch.get_default_dtype()))
     try:
         model.load_state_dict(content.state)
     except RuntimeError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from ase import Atoms
-from ase.io import write
+from ase.io import read, write
 
 from pmlip.calculator import annotated, uncertainties
 from pmlip.files import write_json
@@ -42,11 +42,12 @@ def predict_file(
     if out.exists():
         raise ValueError(f"{out} exists already; remove it, or give another name")
     partial, notes = out.with_name(f"{out.name}.partial"), out.with_name(f"{out.name}.partial.json")
-    asked: dict[str, Any] = {"model": identity, "source": source.name, "bytes": source.stat().st_size}
-    asked |= {"samples": count, "seed": seed}
+    asked: dict[str, Any] = {"model": identity, "source": source.name, "samples": count, "seed": seed}
     done = _resume(partial, notes, asked)
     total = count_structures(source)
-    structures = itertools.islice(iterate(source), done, None)
+    structures = iterate(source)
+    for last in itertools.islice(structures, max(done - 1, 0), done):  # none where nothing is done yet
+        _check_same(last, partial, source)
     while batch := list(itertools.islice(structures, BATCH)):
         try:
             drawn = model.sample(as_structures(batch), samples=count, seed=seed)
@@ -83,6 +84,16 @@ def _resume(partial: Path, notes: Path, asked: dict[str, Any]) -> int:
     ends = list(_frame_ends(partial))
     os.truncate(partial, ends[-1] if ends else 0)
     return len(ends)
+
+
+def _check_same(expected: Atoms, partial: Path, source: Path) -> None:
+    """Refuse to go on with a source that is not the one the last finished structure came from."""
+    last = read(partial, index=-1, format="extxyz")
+    same = len(last) == len(expected) and (last.numbers == expected.numbers).all()
+    if not same or not np.allclose(last.positions, expected.positions, atol=1e-6):
+        raise ValueError(
+            f"{partial} does not end with the structure that {source} has in that place; remove it to start anew"
+        )
 
 
 def count_structures(path: Path) -> int | None:

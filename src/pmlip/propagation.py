@@ -42,7 +42,8 @@ def propagate(
     """function(calculator) for each sample, each being one consistent potential: a number or an array with its spread.
 
     Energy differences, equations of state, elastic constants, phonons, averages over MD: whatever takes an ASE
-    calculator. progress(done, all) is told how many samples are done.
+    calculator. The model may be given as its file where `pmlip.load` needs nothing but that. progress(done, all) is
+    told how many samples are done.
     """
     model = model if isinstance(model, Method) else load(model)
     count = model.spread_samples(samples)

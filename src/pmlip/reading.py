@@ -23,7 +23,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "energy": ("REF_energy", "ref_energy", "dft_energy", "DFT_energy", "energy", "free_energy", "total_energy"),
     "forces": ("REF_forces", "ref_forces", "dft_forces", "DFT_forces", "forces", "force"),
     "stress": ("REF_stress", "ref_stress", "dft_stress", "DFT_stress", "stress"),
-    "virial": ("REF_virial", "REF_virials", "dft_virial", "virial", "virials"),
+    "virial": ("REF_virial", "REF_virials", "ref_virial", "dft_virial", "DFT_virial", "virial", "virials"),
 }
 
 
@@ -54,8 +54,8 @@ def read_structures(
 ) -> tuple[list[Atoms], Found]:
     """The structures of a file, each with its labels where `pmlip.structures.labels` finds them, and a summary.
 
-    Without a key, a label is looked for under the names in `NAMES`; a virial becomes a stress by division through
-    minus the volume. An error names the file and the structure.
+    Without a key, a label is looked for under the names in `NAMES`; a virial (whatever has the word
+    in its name) becomes a stress by division through minus the volume. An error names the file and the structure.
     """
     path = Path(path)
     structures = list(iterate(path))
@@ -193,7 +193,7 @@ def _stress(value: np.ndarray, atoms: Atoms, index: int, name: str) -> np.ndarra
         value = full_3x3_to_voigt_6_stress(value.reshape(3, 3))
     if value.shape != (6,):
         raise StructureError(atoms, index, f"its {name!r} must have 6 or 9 numbers, got shape {value.shape}")
-    if name in NAMES["virial"]:
+    if "virial" in name.lower():
         if atoms.cell.rank < 3:
             raise StructureError(atoms, index, f"its {name!r} cannot become a stress without a cell")
         value = -value / atoms.cell.volume

@@ -100,6 +100,14 @@ def check_labels(structures: Sequence[Atoms], names: Sequence[str], *, missing: 
             )
 
 
+def require_labels(structures: Sequence[Atoms], names: Sequence[str]) -> None:
+    """Every structure must carry these."""
+    found = labels(structures)
+    for name in names:
+        if not found[name].isfinite().all():
+            raise ValueError(f"not every structure carries {name}")
+
+
 def fingerprint(structures: Sequence[Atoms]) -> str:
     """A hash of structures and labels, to know the same data again."""
     digest = hashlib.sha256()

@@ -59,8 +59,12 @@ class FinetuneConfig:
         for name in ("batch", "samples", "validations", "validation_samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.epochs is not None and self.epochs < 1:
-            raise ValueError(f"epochs must be at least 1, got {self.epochs}")
+        for name in ("epochs", "patience", "chunk"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("fairness", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("backbone_rate", "noise_rate", "clip"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
@@ -86,6 +90,8 @@ class FinetuneConfig:
 
 @dataclass(frozen=True)
 class Finetuned:
+    """How a run went; of a model of several parts, how that of its first part did, but for the seconds."""
+
     steps: int
     best: float  # validation score of the weights that were kept; NaN without a validation set
     offsets: dict[int, float]  # eV per atom of each element, moved into the backbone's references
@@ -115,6 +121,10 @@ def finetune(
     config = config or FinetuneConfig()
     listed, held_out = as_structures(train), as_structures(valid) if valid else []
     check_labels(listed, config.learned, missing=config.missing)
+    if model.trains_on_samples and config.samples < 2:
+        raise ValueError(f"a spread is learned from at least 2 samples, got samples={config.samples}")
+    if model.needs_validation and not held_out:
+        raise ValueError("this method fits its widths to validation data, and none were given")
     if fabric is None:
         from lightning_fabric import Fabric
 
@@ -128,7 +138,7 @@ def finetune(
                 progress(before * steps + step, len(parts) * steps, latest)
 
         place = Path(folder) / (f"part-{number}" if len(parts) > 1 else "") if folder else None
-        own = replace(config, seed=config.seed + number)
+        own = replace(config, seed=config.seed * len(parts) + number)  # no two seeds share a part
         runs.append(_Run(part, listed, held_out, own, place, fabric).to_the_end(show))
     model.finish(held_out)
     return runs[0] if len(runs) == 1 else replace(runs[0], seconds=sum(run.seconds for run in runs))
@@ -164,7 +174,9 @@ class _Run:
         model.to(fabric.device)
         self.step, self.best, self.worse, self.log, self.spent = 0, math.inf, 0, list[dict[str, float]](), 0.0
         self.best_state: dict[str, Tensor] = {}
-        self.identity = {"config": asdict(config), "train": fingerprint(train), "valid": fingerprint(valid)}
+        made_from = {"method": type(model).__name__, "origin": asdict(model.origin), "settings": model.settings()}
+        self.identity: dict[str, Any] = {"model": made_from, "config": asdict(config)}
+        self.identity |= {"train": fingerprint(train), "valid": fingerprint(valid)}
         stored = self._stored()
         if stored:
             self.offsets, self.scales = stored["offsets"], stored["scales"]
@@ -259,7 +271,7 @@ class _Run:
 
     @property
     def _out_of_patience(self) -> bool:
-        return self.config.patience is not None and self.worse > self.config.patience
+        return self.config.patience is not None and self.worse >= self.config.patience
 
     def _train_step(self) -> dict[str, float]:
         config, size = self.config, len(self.train)
@@ -403,10 +415,11 @@ class _Run:
         except Exception as error:  # torch raises a different type for every way a file can be broken
             raise ValueError(f"{self.state_file} is damaged; remove it to start anew") from error
         for name, value in self.identity.items():
-            if content["identity"][name] != value:
-                what = {"config": "settings", "train": "training data", "valid": "validation data"}[name]
+            if content["identity"].get(name) != value:
+                names = {"model": "another model", "config": "other settings"}
+                names |= {"train": "other training data", "valid": "other validation data"}
                 raise ValueError(
-                    f"{self.state_file} belongs to a run with other {what}; give another folder with --out, or remove "
+                    f"{self.state_file} belongs to a run with {names[name]}; give another folder with --out, or remove "
                     "the file to start anew"
                 )
         state: dict[str, Any] = content

@@ -15,7 +15,7 @@ from pmlip import metrics
 from pmlip.benchmark.nbody_tables import METHODS, figure, summary, table
 from pmlip.benchmark.publish import publish
 from pmlip.benchmark.record import environment
-from pmlip.benchmark.runner import Cell, read_cells, run_cells
+from pmlip.benchmark.runner import Cell, CellError, read_cells, run_cells
 from pmlip.calibration import best_factor
 from pmlip.files import atomic_write
 from pmlip.hints import did_you_mean
@@ -97,11 +97,17 @@ def run(
             raise ValueError(f"unknown method {method!r}; allowed: {', '.join(METHODS)}{hint}")
     if "ensemble" in methods and seeds < 3:
         raise ValueError(f"an ensemble leaves one of the EGNN seeds out and needs at least 3, got seeds={seeds}")
+    failures = []
     # An ensemble is made of the EGNNs, so those come first.
     for round_of in ([m for m in methods if m != "ensemble"], [m for m in methods if m == "ensemble"]):
         cells = [Cell(method, size, seed) for size in sizes for method in round_of for seed in range(seeds)]
-        run_checked(cells, preset, folder, seeds=seeds, jobs=jobs, console=console)
+        try:
+            run_checked(cells, preset, folder, seeds=seeds, jobs=jobs, console=console)
+        except CellError as error:  # what is finished is worth a table
+            failures.append(str(error))
     publish(folder, table=table, summary=summary, figure=figure, console=console)
+    if failures:
+        raise CellError("; ".join(failures))
 
 
 def run_checked(
@@ -113,17 +119,20 @@ def run_checked(
         if cell.size > held:
             raise ValueError(f"a training set of {cell.size} was asked for, but the data hold {held}")
     for cell, result in read_cells(folder).items():
-        if result["settings"] != _described(cell, preset):
+        members = seeds - 1 if cell in cells else result["settings"].get("members")
+        if result["settings"] != _described(cell, preset, members):
             raise ValueError(f"{cell.file(folder)} was made with other settings; give another folder with --out")
     for split in nbody_data.SPLITS:
         nbody_data.load(split, preset.settings.data)
     run_cells(cells, partial(work, preset=preset, folder=folder, seeds=seeds), folder, jobs=jobs, console=console)
 
 
-def _described(cell: Cell, preset: Preset) -> dict[str, Any]:
-    """The settings of a cell as its result file holds them."""
+def _described(cell: Cell, preset: Preset, members: int | None) -> dict[str, Any]:
+    """The settings of a cell as its result file holds them; members: of an ensemble."""
     recipe = preset.recipes.get("egnn" if cell.method == "ensemble" else cell.method)
     described = {**asdict(preset.settings), "recipe": asdict(recipe) if recipe else None}
+    if cell.method == "ensemble":
+        described["members"] = members
     read_back: dict[str, Any] = json.loads(json.dumps(described))  # lists for tuples
     return read_back
 
@@ -157,7 +166,7 @@ def work(cell: Cell, *, preset: Preset, folder: Path, seeds: int) -> dict[str, A
         except DivergedError as error:
             if not preset.validation_only:
                 raise
-            described = {"settings": _described(cell, preset), **environment("numba")}
+            described = {"settings": _described(cell, preset, seeds - 1), **environment("numba")}
             return {"cell": asdict(cell), "diverged": str(error), "validation_curve": [], **described}
         method, curve = done.method, done.curve
         training = {"seconds": done.seconds, "passes": done.passes}
@@ -171,7 +180,7 @@ def work(cell: Cell, *, preset: Preset, folder: Path, seeds: int) -> dict[str, A
         "validation_curve": curve,
         "validation_scaled": factor,
         "training": training,
-        "settings": _described(cell, preset),
+        "settings": _described(cell, preset, seeds - 1),
         **environment("numba"),
     }
 
@@ -276,7 +285,10 @@ def _load(split: str, settings: NBodySettings) -> Trajectories:
 def _load_egnn(weights: Path, size: int, seed: int, preset: Preset) -> Method:
     file = weights / f"egnn-{size}-{seed}.pt"
     if not file.exists():
-        raise FileNotFoundError(f"an ensemble needs the trained EGNN {file}; run the method egnn for this size first")
+        raise FileNotFoundError(
+            f"an ensemble needs {file}, which is kept only where the EGNN was trained; run the method egnn for this "
+            "size, and if it counts as finished, remove its result file first"
+        )
     method = _make("egnn", preset.recipes["egnn"])
     method.load_state_dict(torch.load(file, weights_only=True))
     return method

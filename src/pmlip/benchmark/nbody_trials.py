@@ -122,10 +122,13 @@ def ablate(folder: Path, *, seeds: int, jobs: int, console: Console) -> None:
 
 def _run(cells: Sequence[Cell], preset: Preset, folder: Path, *, jobs: int, console: Console) -> None:
     """Run the cells that are not finished, then write the table of all that are."""
-    run_checked(cells, preset, folder, seeds=0, jobs=jobs, console=console)
-    with atomic_write(folder / "table.md") as file:
-        file.write(table(read_cells(folder)).encode())
-    console.print(table(read_cells(folder)))
+    try:
+        run_checked(cells, preset, folder, seeds=0, jobs=jobs, console=console)
+    finally:
+        text = table(read_cells(folder))
+        with atomic_write(folder / "table.md") as file:
+            file.write(text.encode())
+        console.print(text, soft_wrap=True, markup=False)
 
 
 def table(results: dict[Cell, dict[str, Any]]) -> str:

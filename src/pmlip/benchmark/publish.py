@@ -26,12 +26,14 @@ def publish(
 ) -> None:
     """Write table and figure of all cells that are finished."""
     results = read_cells(folder)
+    if not results:
+        return
     with atomic_write(folder / "table.md") as file:
         file.write(table(results).encode())
     write_json(folder / "table.json", summary(results))
     with atomic_write(folder / "figure.png") as file:
         figure(results).savefig(file, dpi=150, format="png")
-    console.print(table(results))
+    console.print(table(results), soft_wrap=True, markup=False)
 
 
 def over_seeds(values: Sequence[float]) -> dict[str, float]:

@@ -27,6 +27,12 @@ def environment(*packages: str) -> dict[str, object]:
     }
 
 
+def slug(backbone: str) -> str:
+    """The name of a backbone in names of files: the variant alone where it says the family already."""
+    family, _, variant = backbone.partition(":")
+    return (variant if variant.startswith(family) else backbone).replace(":", "_").replace("-", "_")
+
+
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():

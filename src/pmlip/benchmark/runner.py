@@ -67,7 +67,8 @@ def run_cells(
                     write_json(cell.file(folder), future.result())
                 else:
                     failures[cell.name] = error
-                    console.print(f"{cell.name} failed: {error}")  # now, not only when all others are finished
+                    # now, not only when all others are finished
+                    console.print(f"{cell.name} failed: {error}", markup=False)
                 bar.update(task, advance=1, description=f"cells, last {cell.name}")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -17,9 +17,10 @@ from rich.console import Console
 from pmlip import datasets, methods
 from pmlip.backbones import load_backbone
 from pmlip.benchmark.publish import Results, empty_figure, over_seeds, publish
-from pmlip.benchmark.record import environment
+from pmlip.benchmark.record import environment, slug
 from pmlip.benchmark.runner import Cell, read_cells, run_cells
 from pmlip.evaluation import Evaluation, compare, evaluate
+from pmlip.structures import fingerprint, require_labels
 from pmlip.training import FinetuneConfig, finetune
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class SilicaSettings:
     test_data: str | None = None  # a file of its own to test on; otherwise the test set is taken from the data first
     unseen: tuple[str, ...] = ()  # files of other structures; silica-pbe has its own
     weights: str | None = None  # local file of the backbone's weights
+    trust: bool = False  # load weights that are a pickle
     test: int = 400
     valid_share: float = 0.25  # of the training structures, as many again to validate on; at least 8, if there are
     test_unseen: int = 100  # structures of each unseen file
@@ -70,20 +72,22 @@ def run(
         methods.check(name.partition("+")[0])
         if "+" in name and name not in VARIANTS:
             raise ValueError(f"unknown variant {name!r}; allowed: {', '.join(VARIANTS)}")
-    splits(max(sizes), settings)  # before anything is computed: are there enough structures?
-    prefix = f"{_slug(settings.backbone)}-{_slug(_stem(settings.data))}"
+    # before anything is computed: are there enough structures, do they carry labels, can the backbone be had?
+    hashes = {}
+    for size in sizes:
+        data = splits(size, settings)
+        require_labels(data.everything, ("energy", "forces"))
+        hashes[size] = fingerprint(data.everything)[:16]
+    load_backbone(settings.backbone, weights=settings.weights, trust=settings.trust)
+    prefix = f"{slug(settings.backbone)}-{slug(_stem(settings.data))}"
     cells = [Cell(f"{prefix}-{name}", size, seed) for size in sizes for name in names for seed in range(seeds)]
     for cell, result in read_cells(folder).items():
-        if cell in cells and result["settings"] != _described(settings, _method(cell)):
+        if cell in cells and result["settings"] != _described(settings, _method(cell), hashes[cell.size]):
             raise ValueError(f"{cell.file(folder)} was made with other settings; give another folder with --out")
-    run_cells(cells, partial(work, settings=settings), folder, jobs=jobs, console=console)
-    publish(folder, table=table, summary=summary, figure=figure, console=console)
-
-
-def _slug(name: str) -> str:
-    """A name for files: the variant of a backbone without its family where it says it already."""
-    family, _, variant = name.partition(":")
-    return (variant if variant.startswith(family) else name).replace(":", "_").replace("-", "_")
+    try:
+        run_cells(cells, partial(work, settings=settings), folder, jobs=jobs, console=console)
+    finally:  # also when a cell failed: what is finished is worth a table
+        publish(folder, table=table, summary=summary, figure=figure, console=console)
 
 
 def _file(given: str) -> Path:
@@ -109,14 +113,17 @@ def _config(settings: SilicaSettings, name: str) -> FinetuneConfig:
     return replace(settings.config, **VARIANTS.get(name, {}))
 
 
-def _described(settings: SilicaSettings, name: str) -> dict[str, Any]:
-    """The settings as a result file holds them; of files only their names, which are the same on every machine."""
+def _described(settings: SilicaSettings, name: str, structures: str) -> dict[str, Any]:
+    """The settings as a result file holds them: of files their names, which are the same on every machine.
+
+    structures: the hash of all structures of the cell, since files of one name can differ.
+    """
     content = asdict(replace(settings, config=_config(settings, name)))
     content["data"] = _without_folder(settings.data)
     content["test_data"] = _without_folder(settings.test_data) if settings.test_data else None
     content["unseen"] = [_without_folder(file) for file in settings.unseen]
     content["weights"] = Path(settings.weights).name if settings.weights else None
-    read_back: dict[str, Any] = json.loads(json.dumps(content))
+    read_back: dict[str, Any] = json.loads(json.dumps(content | {"structures": structures}))
     return read_back
 
 
@@ -126,6 +133,11 @@ class Splits:
     valid: list[Atoms]
     test: list[Atoms]
     unseen: dict[str, list[Atoms]]
+
+    @property
+    def everything(self) -> list[Atoms]:
+        parts = (self.train, self.valid, self.test, *self.unseen.values())
+        return [atoms for part in parts for atoms in part]
 
 
 def splits(size: int, settings: SilicaSettings) -> Splits:
@@ -171,7 +183,9 @@ def work(cell: Cell, *, settings: SilicaSettings) -> dict[str, Any]:
     name = _method(cell)
     data = splits(cell.size, settings)
     torch.manual_seed(cell.seed)  # of what a method adds to the backbone
-    model = methods.make(name.partition("+")[0], load_backbone(settings.backbone, weights=settings.weights))
+    model = methods.make(
+        name.partition("+")[0], load_backbone(settings.backbone, weights=settings.weights, trust=settings.trust)
+    )
     began = time.perf_counter()
     config = replace(_config(settings, name), seed=cell.seed)
     done = finetune(model, data.train, valid=data.valid, config=config)
@@ -200,7 +214,7 @@ def work(cell: Cell, *, settings: SilicaSettings) -> dict[str, Any]:
     for place, structures in data.unseen.items():
         outside = evaluate(model, structures, samples=settings.test_samples)
         result["unseen"][place] = _flat(outside) | (compare(inside, outside) if inside.spread.any() else {})
-    return {**result, "settings": _described(settings, name), **environment()}
+    return {**result, "settings": _described(settings, name, fingerprint(data.everything)[:16]), **environment()}
 
 
 def _flat(evaluation: Evaluation) -> dict[str, float]:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from pmlip.benchmark.record import environment
+from pmlip.benchmark.record import environment, slug
 from pmlip.files import write_json
 from pmlip.scores import fair_crps
 
@@ -26,7 +26,13 @@ SEED = 0
 
 
 def run(
-    only: str | None, out: Path | None, console: Console, *, backbone: str = "chgnet", weights: Path | None = None
+    only: str | None,
+    out: Path | None,
+    console: Console,
+    *,
+    backbone: str = "chgnet",
+    weights: Path | None = None,
+    trust: bool = False,
 ) -> None:
     """Measure the parts, print a table for each, and write a result file for each where `out` is given.
 
@@ -35,10 +41,11 @@ def run(
     if only is not None and only not in PARTS:
         raise ValueError(f"nothing to measure is called {only!r}; allowed: {', '.join(PARTS)}")
     for name in PARTS if only is None else [only]:
-        measure = partial(measure_predict, backbone=backbone, weights=weights) if name == "predict" else PARTS[name]
+        of_backbone = partial(measure_predict, backbone=backbone, weights=weights, trust=trust)
+        measure = of_backbone if name == "predict" else PARTS[name]
         result = measure(console)
         if out is not None:
-            file = f"{name}-{backbone.rpartition(':')[2]}" if name == "predict" else name
+            file = f"{name}-{slug(backbone)}" if name == "predict" else name
             write_json(out / f"{file}.json", result)
             console.print(f"written: {out / f'{file}.json'}")
 
@@ -223,18 +230,23 @@ def measure_step(console: Console) -> dict[str, Any]:
 
 
 def measure_predict(
-    console: Console, *, backbone: str = "chgnet", weights: Path | None = None, count: int = 1000, samples: int = 16
+    console: Console,
+    *,
+    backbone: str = "chgnet",
+    weights: Path | None = None,
+    trust: bool = False,
+    count: int = 1000,
+    samples: int = 16,
 ) -> dict[str, Any]:
     """`pmlip predict` of many structures beside K separate passes of the stock calculator, on one thread each."""
     from pmlip.backbones import load_backbone
+    from pmlip.benchmark.symmetry import randomise
     from pmlip.datasets import silica_pbe
     from pmlip.model import perturb
     from pmlip.prediction import predict_file
 
-    model = perturb(load_backbone(backbone, weights=weights))
-    generator = torch.Generator().manual_seed(SEED)
-    for parameter in model.noise_parameters()[1:]:
-        torch.nn.init.normal_(parameter, std=0.01, generator=generator)
+    model = perturb(load_backbone(backbone, weights=weights, trust=trust))
+    randomise(model)
     known = silica_pbe("train")
     structures = [known[index % len(known)] for index in range(count)]
     some = structures[: max(1, count // 40)]  # the stock calculator has no economy of scale
@@ -259,7 +271,7 @@ def measure_predict(
     finally:
         torch.set_num_threads(threads)
     result = {
-        "what": f"{count} structures of nine atoms, K = {samples}, one thread: seconds per structure and sample",
+        "what": f"{count} structures of 9 or 12 atoms, K = {samples}, one thread: seconds per structure and sample",
         "backbone": backbone,
         "seed": SEED,
         "structures_of_the_stock_calculator": len(some),

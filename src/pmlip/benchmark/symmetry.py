@@ -9,10 +9,10 @@ from rich.console import Console
 from torch import nn
 
 from pmlip.backbones import load_backbone
-from pmlip.benchmark.record import environment
+from pmlip.benchmark.record import environment, slug
 from pmlip.datasets import silica_pbe
 from pmlip.files import write_json
-from pmlip.model import perturb
+from pmlip.model import Potential, perturb
 from pmlip.rotation import random_rotation, rotated
 
 SAMPLES, ROTATIONS, SEED = 8, 4, 0
@@ -23,10 +23,7 @@ def run(backbone: str, *, weights: Path | None, trust: bool, out: Path, console:
     """Measure it with random noise weights, since at zero ones there is nothing to see."""
     structures = [atoms for atoms in silica_pbe("test") if atoms.info["polymorph"] == "quartz"][:8]
     model = perturb(load_backbone(backbone, weights=weights, trust=trust))
-    generator = torch.Generator().manual_seed(SEED)
-    weights_of_noise = model.noise_parameters()[1:]  # W_z stays the identity
-    for parameter in weights_of_noise:
-        nn.init.normal_(parameter, std=0.01, generator=generator)
+    weights_of_noise = randomise(model)
     for _ in range(2):  # a spread is nearly, not wholly, proportional to the noise weights
         spread = float(model.sample(structures, samples=SAMPLES).spread.forces.square().mean().sqrt())
         with torch.no_grad():
@@ -56,11 +53,19 @@ def run(backbone: str, *, weights: Path | None, trust: bool, out: Path, console:
         "force": float(point.forces.square().mean().sqrt()),
         **environment(),
     }
-    name = backbone.replace(":", "-").replace("_", "-")
-    write_json(out / f"{name}.json", record)
+    write_json(out / f"{slug(backbone)}.json", record)
     errors = record["rotation_error"]
     console.print(
         f"{backbone}: root mean square error of turned forces {errors['samples']:.1e} eV/Å in a sample, "
         f"{errors['without_noise']:.1e} without noise; forces {record['force']:.2f}, spread {record['spread']:.2g}"
     )
     return record
+
+
+def randomise(model: Potential) -> list[nn.Parameter]:
+    """Give the noise weights small random values, and give them back; W_z stays the identity."""
+    weights = model.noise_parameters()[1:]
+    generator = torch.Generator().manual_seed(SEED)
+    for parameter in weights:
+        nn.init.normal_(parameter, std=0.01, generator=generator)
+    return weights

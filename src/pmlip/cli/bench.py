@@ -97,6 +97,7 @@ def silica(
     ] = "silica-pbe",
     backbone: Annotated[str, typer.Option(help="Backbone to fine-tune.")] = "chgnet",
     weights: Weights = None,
+    trust: Trust = False,
     test_data: Annotated[str | None, typer.Option(help="Test on this file, given as for --data.")] = None,
     unseen: Annotated[list[str] | None, typer.Option(help="Out-of-distribution structures; repeatable.")] = None,
     methods: Methods = "p,blip,ensemble,mc-dropout,constant,force-scaled,deterministic",
@@ -122,6 +123,7 @@ def silica(
                 test_data=test_data,
                 unseen=tuple(unseen or ()),
                 weights=str(weights) if weights else None,
+                trust=trust,
                 test=test,
                 test_samples=samples,
                 config=FinetuneConfig(epochs=epochs),
@@ -157,6 +159,7 @@ def speed(
     only: Annotated[str | None, typer.Option(help="Measure this part alone: crps, nbody, step or predict.")] = None,
     backbone: Annotated[str, typer.Option(help="Backbone of the part predict.")] = "chgnet",
     weights: Weights = None,
+    trust: Trust = False,
     out: Annotated[Path | None, typer.Option(help="Folder for the result files.")] = None,
 ) -> None:
     """Measure our parts beside their rivals in one run, as ratios.
@@ -166,7 +169,7 @@ def speed(
     from pmlip.benchmark.speed import run
 
     with one_sentence():
-        run(only, out, Console(), backbone=backbone, weights=weights)
+        run(only, out, Console(), backbone=backbone, weights=weights, trust=trust)
 
 
 def _listed(text: str) -> list[str]:

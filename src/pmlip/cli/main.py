@@ -9,6 +9,7 @@ from rich.console import Console
 from pmlip.cli.bench import bench
 from pmlip.cli.options import (
     AsJson,
+    Device,
     EnergyKey,
     ForcesKey,
     Model,
@@ -129,6 +130,7 @@ def evaluate(
     report: Annotated[Path | None, typer.Option(help="Write a report to this HTML file.")] = None,
     weights: Weights = None,
     trust: Trust = False,
+    device: Device = None,
     energy_key: EnergyKey = None,
     forces_key: ForcesKey = None,
     stress_key: StressKey = None,
@@ -155,6 +157,7 @@ def evaluate(
             exclude=exclude,
             weights=weights,
             trust=trust,
+            device=device,
             out=out,
             report=report,
             console=Console(quiet=as_json),
@@ -172,6 +175,7 @@ def predict(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
     weights: Weights = None,
     trust: Trust = False,
+    device: Device = None,
     settings_file: SettingsFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -185,7 +189,17 @@ def predict(
 
     with one_sentence():
         console = Console(quiet=as_json)
-        record = run(model, data, out=out, samples=samples, seed=seed, weights=weights, trust=trust, console=console)
+        record = run(
+            model,
+            data,
+            out=out,
+            samples=samples,
+            seed=seed,
+            weights=weights,
+            trust=trust,
+            device=device,
+            console=console,
+        )
     print_json(record, as_json)
 
 
@@ -200,6 +214,7 @@ def calibrate(
     level: Annotated[float, typer.Option(help="Probability of the conformal intervals.")] = 0.95,
     weights: Weights = None,
     trust: Trust = False,
+    device: Device = None,
     energy_key: EnergyKey = None,
     forces_key: ForcesKey = None,
     stress_key: StressKey = None,
@@ -223,6 +238,7 @@ def calibrate(
             level=level,
             weights=weights,
             trust=trust,
+            device=device,
             console=Console(quiet=as_json),
         )
     print_json(record, as_json)

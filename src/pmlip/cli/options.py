@@ -20,6 +20,7 @@ FAILED, BAD_INPUT = 1, 2
 Model = Annotated[Path, typer.Argument(help="A model that finetune wrote.")]
 Weights = Annotated[Path | None, typer.Option(help="Local file of the backbone's weights.")]
 Trust = Annotated[bool, typer.Option(help="Load weights that are a pickle, which can execute code.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default a GPU where there is one.")]
 EnergyKey = Annotated[str | None, typer.Option(help="Name of the energies; found by itself if common.")]
 ForcesKey = Annotated[str | None, typer.Option(help="Name of the forces.")]
 StressKey = Annotated[str | None, typer.Option(help="Name of the stresses or virials.")]
@@ -93,6 +94,6 @@ def one_sentence() -> Iterator[None]:
     except (ValueError, FileNotFoundError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(BAD_INPUT) from error
-    except (ImportError, ConnectionError, MemoryError, CellError) as error:
+    except (ImportError, OSError, MemoryError, CellError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(FAILED) from error

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from pmlip import model
 from pmlip.calibration import calibrate
-from pmlip.commands.checks import check_new_file, check_structures, in_file
+from pmlip.commands.checks import check_new_file, check_structures, chosen_device, in_file
 from pmlip.progress import counter, progress_bar
 from pmlip.reading import read_structures
 
@@ -25,10 +25,11 @@ def run(
     level: float,
     weights: Path | None,
     trust: bool,
+    device: str | None,
     console: Console,
 ) -> dict[str, Any]:
     check_new_file(out)
-    loaded = model.load(path, weights=weights, trust=trust)
+    loaded = model.load(path, weights=weights, trust=trust, device=chosen_device(device))
     structures, found = read_structures(data, **keys)
     console.print(str(found))
     with in_file(data):

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from ase import Atoms
 
 from pmlip.backbones import Backbone
@@ -18,6 +19,17 @@ def check_structures(backbone: Backbone, structures: Sequence[Atoms], indices: S
             backbone.graph([structures[index]])
         except StructureError as error:
             raise error.after(index) from None
+
+
+def chosen_device(given: str | None) -> str:
+    """The device that was asked for, if it is there; otherwise a GPU where there is one."""
+    if given is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=given)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"there is no device {given!r} here: {str(error).splitlines()[0]}") from error
+    return given
 
 
 def check_folder(path: Path) -> None:

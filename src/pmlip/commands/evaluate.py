@@ -5,19 +5,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from ase.units import GPa
 from rich.console import Console
 from rich.table import Table
 
 from pmlip import model
 from pmlip.benchmark.record import environment
-from pmlip.commands.checks import check_folder, check_structures, chosen, in_file
+from pmlip.commands.checks import check_folder, check_structures, chosen, chosen_device, in_file
 from pmlip.evaluation import Evaluation, as_record, compare, evaluate
 from pmlip.files import write_json
 from pmlip.progress import counter, progress_bar
 from pmlip.reading import read_structures
 from pmlip.report import Judged, check_installed, write_report
-from pmlip.structures import fingerprint
+from pmlip.structures import fingerprint, require_labels
 
 
 def run(
@@ -33,12 +34,15 @@ def run(
     exclude: Path | None,
     weights: Path | None,
     trust: bool,
+    device: str | None,
     out: Path | None,
     report: Path | None,
     console: Console,
 ) -> dict[str, Any]:
     if report is not None:
         check_installed()
+        if samples < 2:
+            raise ValueError(f"a report needs a spread, and so at least 2 samples, got samples={samples}")
     for file in (out, report):
         if file is not None:
             check_folder(file)
@@ -48,14 +52,18 @@ def run(
     structures = {}
     for file in (data, *unseen):
         read, _ = read_structures(file, **keys)
+        if report is not None:
+            require_labels(read, ["forces"])  # of every figure
         kept = [atoms for atoms in read if not left_out or fingerprint([atoms])[:16] not in left_out]
+        if not kept:
+            raise ValueError(f"{file}: the run in {exclude} has seen every structure of it")
         structures[file] = [kept[i] for i in chosen(len(kept), count, seed, file)]
     record: dict[str, Any] = {"model": path.name, "seed": seed}
     judged: list[Judged] = []
     outside: list[Judged] = []
     made = {}
     for given in (path, *others):
-        loaded = model.load(given, weights=weights, trust=trust)
+        loaded = model.load(given, weights=weights, trust=trust, device=chosen_device(device))
         made[names[given]] = loaded.record
         if report is not None:
             loaded.check_spread()
@@ -71,7 +79,11 @@ def run(
                 record.setdefault("compared", {})[names[given]] = as_record(result)
                 continue
             record[called[file]] = as_record(result)
-            if file is not data and judged[0].evaluation.spread.any():
+            if (
+                file is not data
+                and judged[0].evaluation.spread.any()
+                and all(np.isfinite(one.error).all() for one in (judged[0].evaluation, result))
+            ):
                 against = compare(judged[0].evaluation, result)
                 record[called[file]]["against"] = {called[data]: against}
                 console.print(

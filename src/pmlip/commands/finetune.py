@@ -1,6 +1,7 @@
 """pmlip finetune: from a file of DFT data to a model that tells how sure it is."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 import warnings
@@ -44,6 +45,9 @@ def run(
     """The summary of the run; empty after a dry run, and for all processes but the first."""
     fabric = _fabric()
     console = Console(quiet=quiet or fabric.global_rank > 0, stderr=dry_run)  # a dry run prints a settings file
+    if tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ImportError("curves for TensorBoard need: pip install tensorboard")
+    torch.manual_seed(config.seed)  # of what a method adds to the backbone; the same in all processes
     trained = methods.make(method, load_backbone(backbone, weights=weights, trust=trust), **options)
     structures, held_out = [], []
     for file in [train] if valid is None else [train, valid]:
@@ -160,10 +164,8 @@ def as_toml(settings: Mapping[str, Any]) -> str:
 
 
 def _write_tensorboard(folder: Path, log: Sequence[Mapping[str, float]]) -> None:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ImportError("curves for TensorBoard need: pip install tensorboard") from error
+    from torch.utils.tensorboard import SummaryWriter
+
     with SummaryWriter(folder) as writer:
         for line in log:
             for name, value in line.items():

@@ -6,16 +6,25 @@ from pathlib import Path
 from rich.console import Console
 
 from pmlip import model
-from pmlip.commands.checks import check_new_file
+from pmlip.commands.checks import check_new_file, chosen_device
 from pmlip.prediction import predict_file
 from pmlip.progress import counter, progress_bar
 
 
 def run(
-    path: Path, data: Path, *, out: Path, samples: int, seed: int, weights: Path | None, trust: bool, console: Console
+    path: Path,
+    data: Path,
+    *,
+    out: Path,
+    samples: int,
+    seed: int,
+    weights: Path | None,
+    trust: bool,
+    device: str | None,
+    console: Console,
 ) -> dict[str, object]:
     check_new_file(out)
-    loaded = model.load(path, weights=weights, trust=trust)
+    loaded = model.load(path, weights=weights, trust=trust, device=chosen_device(device))
     identity = hashlib.sha256(path.read_bytes()).hexdigest()
     with progress_bar(console) as bar:
         try:

@@ -1,6 +1,7 @@
 """Ways to an uncertainty, by name, each in its own file: P (learned perturbations) and what to compare it with."""
 
 import importlib
+import inspect
 import pkgutil
 from typing import Any
 
@@ -27,5 +28,11 @@ def check(name: str) -> None:
 def make(name: str, backbone: Backbone, **options: Any) -> Method:
     """A method around a copy of this backbone, ready to be fine-tuned; options are those of its class."""
     check(name)
-    method: Method = importlib.import_module(f"pmlip.methods.{name.replace('-', '_')}").make(backbone, **options)
+    maker = importlib.import_module(f"pmlip.methods.{name.replace('-', '_')}").make
+    allowed = [option for option in inspect.signature(maker).parameters if option != "backbone"]
+    for option in options:
+        if option not in allowed:
+            hint = did_you_mean(option, allowed)
+            raise ValueError(f"{name} has no option {option!r}; allowed: {', '.join(allowed) or 'none'}{hint}")
+    method: Method = maker(backbone, **options)
     return method

@@ -18,6 +18,7 @@ from pmlip.samples import UNTRAINED, Outputs, Samples
 from pmlip.structures import StructureError, as_structures, system_index
 
 Progress = Callable[[int, int], None]
+ATOMS_IN_A_PASS = 128  # of the methods whose noise belongs to rows
 
 
 class Method(nn.Module, ABC):
@@ -26,6 +27,7 @@ class Method(nn.Module, ABC):
     backbone: Backbone
     trains_on_samples = False  # whether its loss is of K samples; otherwise of one
     fixed_samples: int | None = None  # how many samples there are, where that is not free
+    origin: checkpoint.Origin  # the backbone it was made from
     record: dict[str, Any]  # how it was trained and calibrated, for its file
 
     @abstractmethod
@@ -44,6 +46,10 @@ class Method(nn.Module, ABC):
     def save(self, path: str | Path) -> None:
         """Write everything to one file, whole or not at all; `pmlip.load` reads it."""
 
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """What it was made with, besides the backbone."""
+
     @property
     def trained(self) -> bool:
         """Whether its spread means anything."""
@@ -56,6 +62,8 @@ class Method(nn.Module, ABC):
     def parts(self) -> Sequence["Method"]:
         """What is trained one after the other, each with a seed of its own."""
         return [self]
+
+    needs_validation = False  # whether `finish` cannot do without validation data
 
     def finish(self, valid: Sequence[Atoms]) -> None:
         """What is left to do after training, on validation data."""
@@ -127,30 +135,37 @@ class Method(nn.Module, ABC):
     ) -> dict[str, Tensor]:
         if chunk_atoms is not None and chunk_atoms < 1:
             raise ValueError(f"a chunk must hold at least 1 atom, got chunk_atoms={chunk_atoms}")
-        chunk = self._chunk() if chunk_atoms is None else ChunkSize(chunk_atoms, settled=True)
+        noise = torch.zeros(1) if draws is None else draws
+        chunk = self._chunk(len(noise)) if chunk_atoms is None else ChunkSize(chunk_atoms, settled=True)
 
-        def build(start: int, stop: int) -> Graph:
+        def build(start: int, stop: int) -> tuple[int, Graph]:
             try:
-                return self.backbone.graph(structures[start:stop])
+                return start, self.backbone.graph(structures[start:stop])
             except StructureError as error:
                 raise error.after(start) from None
 
-        def forward(graph: Graph, piece: Tensor) -> dict[str, Tensor]:
-            return {name: value.cpu() for name, value in self(graph, None if draws is None else piece).items()}
+        def forward(group: tuple[int, Graph], piece: Tensor) -> dict[str, Tensor]:
+            start, graph = group
+            own = None if draws is None else self._draws_of(start, piece)
+            return {name: value.cpu() for name, value in self(graph, own).items()}
 
         with evaluating(self), torch.no_grad():
             outputs = run_in_chunks(
                 build,
                 forward,
                 sizes=[len(atoms) for atoms in structures],
-                noise=torch.zeros(1) if draws is None else draws,
+                noise=noise,
                 chunk=chunk,
                 progress=progress,
             )
         _refuse_non_finite(outputs, structures)
         return outputs
 
-    def _chunk(self) -> ChunkSize:
+    def _draws_of(self, start: int, draws: Tensor) -> Tensor:
+        """The draws for a group of structures that begins with number `start` of those given."""
+        return draws
+
+    def _chunk(self, samples: int) -> ChunkSize:
         """What has been found out about the device the backbone is on."""
         known: dict[torch.device, ChunkSize] = self.__dict__.setdefault("_chunks", {})
         return known.setdefault(next(self.parameters()).device, ChunkSize())
@@ -167,7 +182,6 @@ class StoredMethod(Method):
         self.record: dict[str, Any] = {}
 
     def settings(self) -> dict[str, Any]:
-        """The options it was made with."""
         return {}
 
     def save(self, path: str | Path) -> None:
@@ -176,7 +190,10 @@ class StoredMethod(Method):
 
 
 class WrappedMethod(StoredMethod):
-    """A method around a copy of a backbone, with noise that belongs to rows if it has any."""
+    """A method around a copy of a backbone, with noise that belongs to rows if it has any.
+
+    The same structures in the same order have the same samples for a seed.
+    """
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__(backbone)
@@ -190,6 +207,13 @@ class WrappedMethod(StoredMethod):
 
     def draw_for_training(self, samples: int, systems: int, generator: torch.Generator) -> Tensor:
         return torch.randint(2**62, (samples,), generator=generator)
+
+    def _draws_of(self, start: int, draws: Tensor) -> Tensor:
+        return draws + start  # otherwise all groups would have the same noise
+
+    def _chunk(self, samples: int) -> ChunkSize:
+        # which structures share a pass decides what noise they get, so it must not depend on how fast a machine is
+        return ChunkSize(ATOMS_IN_A_PASS * samples, settled=True)
 
 
 @contextlib.contextmanager

@@ -177,5 +177,7 @@ class BLIP(WrappedMethod):
         return self._penalty
 
 
-def make(backbone: Backbone, **options: float) -> BLIP:
-    return BLIP(backbone, **options)
+def make(
+    backbone: Backbone, *, beta: float = 1e-3, prior: float = 0.01, largest: float = 0.1, offset: float = 10.0
+) -> BLIP:
+    return BLIP(backbone, beta=beta, prior=prior, largest=largest, offset=offset)

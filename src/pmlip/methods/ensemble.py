@@ -15,8 +15,8 @@ class Ensemble(StoredMethod):
 
     def __init__(self, backbone: Backbone, *, members: int = 3) -> None:
         super().__init__(backbone)
-        if members < 2:
-            raise ValueError(f"an ensemble has at least 2 members, got members={members}")
+        if members < 2 or members != int(members):
+            raise ValueError(f"an ensemble has a whole number of members, at least 2, got members={members}")
         self.members = nn.ModuleList(Deterministic(backbone) for _ in range(members))
         self.fixed_samples = members
 

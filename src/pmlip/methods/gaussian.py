@@ -17,6 +17,7 @@ from pmlip.structures import LABELS, labels
 class Gaussian(WrappedMethod):
     """Subclasses say what the width of the forces is proportional to; energies per atom and stresses have one width."""
 
+    needs_validation = True
     widths: Tensor  # of the outputs, in units of what they are proportional to; zero before they are fitted
 
     def __init__(self, backbone: Backbone) -> None:
@@ -60,8 +61,6 @@ class Gaussian(WrappedMethod):
 
     def finish(self, valid: Sequence[Atoms]) -> None:
         """Fit the width of each output to the validation data: the one with the smallest CRPS."""
-        if not valid:
-            raise ValueError(f"{self.name} fits its widths to validation data, and none were given")
         target = labels(valid)
         collected: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {name: [] for name in LABELS}
         outputs = self.predict(valid)
