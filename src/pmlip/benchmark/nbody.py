@@ -13,7 +13,7 @@ from rich.console import Console
 
 from pmlip import metrics
 from pmlip.benchmark.nbody_tables import METHODS, figure, summary, table
-from pmlip.benchmark.publish import publish
+from pmlip.benchmark.publish import check_installed, publish
 from pmlip.benchmark.record import environment
 from pmlip.benchmark.runner import Cell, CellError, read_cells, run_cells
 from pmlip.calibration import best_factor
@@ -91,6 +91,7 @@ def run(
     console: Console,
 ) -> None:
     """Run the cells that are not finished, then write the table and the figure of all that are."""
+    check_installed()
     for method in methods:
         if method not in METHODS:
             hint = did_you_mean(method, METHODS)

@@ -1,5 +1,6 @@
 """What is made of the cells of a benchmark: table.md, table.json and figure.png beside them."""
 
+import importlib.util
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,9 +41,13 @@ def over_seeds(values: Sequence[float]) -> dict[str, float]:
     return {"mean": statistics.mean(values), "std": statistics.stdev(values) if len(values) > 1 else 0.0}
 
 
+def check_installed() -> None:
+    """Refuse to begin where no figure could be drawn in the end."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("the figure needs: pip install 'pmlip[report]'")
+
+
 def empty_figure(width: float, height: float) -> "Figure":
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("the figure needs: pip install 'pmlip[report]'") from error
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), layout="constrained")

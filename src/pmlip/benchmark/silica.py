@@ -16,7 +16,7 @@ from rich.console import Console
 
 from pmlip import datasets, methods
 from pmlip.backbones import load_backbone
-from pmlip.benchmark.publish import Results, empty_figure, over_seeds, publish
+from pmlip.benchmark.publish import Results, check_installed, empty_figure, over_seeds, publish
 from pmlip.benchmark.record import environment, slug
 from pmlip.benchmark.runner import Cell, read_cells, run_cells
 from pmlip.evaluation import Evaluation, compare, evaluate
@@ -68,6 +68,7 @@ def run(
     console: Console,
 ) -> None:
     """Run the cells that are not finished, then write the table and the figure of all that are."""
+    check_installed()
     for name in names:
         methods.check(name.partition("+")[0])
         if "+" in name and name not in VARIANTS:

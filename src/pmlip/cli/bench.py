@@ -119,7 +119,7 @@ def silica(
         benchmark.run(
             benchmark.SilicaSettings(
                 backbone=backbone,
-                data=data,
+                data=benchmark.SHIPPED if data == "silica_pbe" else data,  # its name in Python
                 test_data=test_data,
                 unseen=tuple(unseen or ()),
                 weights=str(weights) if weights else None,
