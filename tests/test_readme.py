@@ -1,17 +1,15 @@
-import json
 import re
+import runpy
 import shlex
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from pmlip.benchmark import silica
-from pmlip.benchmark.runner import read_cells
-from pmlip.benchmark.speed import crps_markdown, nbody_markdown, step_markdown
 from pmlip.cli import app
 
 PROJECT = Path(__file__).parents[1]
+TABLES = runpy.run_path(str(PROJECT / "docs" / "tables.py"))
 SNIPPETS = [
     pytest.param(file, id=str(file.relative_to(PROJECT)))
     for file in [PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", *sorted((PROJECT / "docs").glob("*.md"))]
@@ -35,22 +33,10 @@ def test_snippets_run(file, tmp_path, monkeypatch):
                 assert result.exit_code == 0, f"{line}\n{result.output}"
 
 
-@pytest.mark.parametrize(
-    ("part", "page", "markdown"),
-    [
-        ("crps", "README.md", crps_markdown),
-        ("nbody", "docs/nbody.md", nbody_markdown),
-        ("step", "docs/finetuning.md", step_markdown),
-    ],
-)
-def test_tables_are_those_of_the_result_files(part, page, markdown):
-    result = json.loads((PROJECT / "benchmarks" / "results" / "speed" / f"{part}.json").read_text())
-    assert markdown(result) in (PROJECT / page).read_text()
-
-
-def test_the_table_of_silica_is_that_of_its_cells():
-    text = (PROJECT / "docs" / "finetuning.md").read_text()
-    assert silica.table(read_cells(PROJECT / "benchmarks" / "results" / "silica")) in text
+@pytest.mark.parametrize("page", TABLES["PAGES"], ids=lambda page: page.name)
+def test_tables_are_those_of_the_result_files(page):
+    text = page.read_text()
+    assert TABLES["up_to_date"](text) == text, "python docs/tables.py writes them"
 
 
 def test_there_are_snippets():

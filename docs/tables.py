@@ -1,0 +1,51 @@
+"""Write the tables of the result files into the pages: python docs/tables.py
+
+In a page, `<!-- table: NAME -->` and `<!-- end -->` stand around the table; a test fails where one is out of date.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pmlip.benchmark import nbody_tables, silica, speed
+from pmlip.benchmark.runner import read_cells
+
+PROJECT = Path(__file__).parents[1]
+RESULTS = PROJECT / "benchmarks" / "results"
+PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
+
+
+def _speed(name: str, markdown: Callable[[Any], str]) -> str:
+    return markdown(json.loads((RESULTS / "speed" / f"{name}.json").read_text()))
+
+
+def _predict() -> str:
+    files = sorted((RESULTS / "speed").glob("predict-*.json"))
+    return speed.predict_markdown([json.loads(file.read_text()) for file in files])
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "crps": lambda: _speed("crps", speed.crps_markdown),
+    "nbody step": lambda: _speed("nbody", speed.nbody_markdown),
+    "step": lambda: _speed("step", speed.step_markdown),
+    "predict": _predict,
+    "nbody": lambda: nbody_tables.table(read_cells(RESULTS / "nbody")),
+    "nbody overview": lambda: nbody_tables.overview(read_cells(RESULTS / "nbody")),
+    "silica": lambda: silica.table(read_cells(RESULTS / "silica")),
+}
+
+
+def up_to_date(text: str) -> str:
+    """The text of a page with all its tables as the result files have them."""
+
+    def replaced(found: re.Match[str]) -> str:
+        return f"{found[1]}\n{TABLES[found[2]]().rstrip()}\n{found[3]}"
+
+    return re.sub(r"(<!-- table: ([\w ]+) -->)\n.*?(<!-- end -->)", replaced, text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        page.write_text(up_to_date(page.read_text()))
