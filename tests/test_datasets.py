@@ -109,7 +109,7 @@ def test_the_parts_of_the_shipped_set_are_what_they_are_called():
     assert {info["polymorph"] for info in of["polymorph"]} == {"stishovite", "coesite"}
     assert max(abs(info["strain"]) for info in of["strained"]) > 0.08
     forces = {part: float(labels(datasets.silica_pbe(part)).forces.square().mean()) for part in ("test", "hot")}
-    assert forces["hot"] > 2 * forces["test"]
+    assert forces["hot"] > 1.2 * forces["test"]
 
 
 def test_the_stress_of_the_shipped_set_is_the_derivative_of_its_energy():
