@@ -54,3 +54,9 @@ def test_the_bulk_modulus_stands_beside_that_of_dft(run):
     reference = number(text, r"PBE ([\d.]+) GPa")
     assert 80 < reference < 160  # with the atoms fixed, above the 35 GPa of relaxed quartz
     assert abs(number(text, r"fixed: ([\d.]+)") - reference) < 0.4 * reference
+
+
+def test_the_energy_does_not_drift(run):
+    slopes = [float(slope) for slope in re.findall(r"([+-][\d.]+) meV/atom per ps", run("nve_drift.py"))]
+    assert len(slopes) == 2
+    assert max(map(abs, slopes)) < 5  # of some 40 meV/atom of kinetic energy
