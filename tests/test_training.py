@@ -302,6 +302,20 @@ def test_bad_settings_are_refused(change, message):
         replace(CONFIG, **change)
 
 
+def test_the_weaker_the_response_to_noise_the_larger_its_rate():
+    data = molecules()
+    weak, strong = model(), model()
+    with torch.no_grad():
+        strong.noise.mixing.mul_(3)
+    rates = [made.rate_for_new(data, 0.1) for made in (weak, strong)]
+    assert rates[0] == pytest.approx(3 * rates[1], rel=0.02)
+    assert weak.rate_for_new(data, 0.2) == pytest.approx(2 * rates[0])
+    before = state(weak)
+    done = finetune(weak, data, config=replace(CONFIG, noise_rate=None, epochs=1))
+    assert_same(before, state(model()))  # finding the rate leaves the model as it is
+    assert done.noise_rate == pytest.approx(model().rate_for_new(data, done.scales["forces"]), rel=0.06)  # two digits
+
+
 def test_there_must_be_something_to_train():
     from pmlip.methods.deterministic import Deterministic
 

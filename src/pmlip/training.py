@@ -28,6 +28,7 @@ from pmlip.structures import LABELS, as_structures, check_labels, fingerprint, l
 if TYPE_CHECKING:  # it takes seconds to import
     from lightning_fabric import Fabric
 
+DEFAULT_ERROR = 0.05  # eV/Å, of forces that are not learned from
 SAVE_EVERY = 60.0  # seconds between two saves of the state of a run
 
 
@@ -37,7 +38,7 @@ class FinetuneConfig:
     batch: int = 4  # structures in a step, over all processes
     samples: int = 4  # noise draws per structure in the loss
     backbone_rate: float = 5e-5  # learning rate of the backbone's own weights
-    noise_rate: float = 5e-4  # of those that come with the method
+    noise_rate: float | None = None  # of what comes with the method; None: by how the potential responds to noise
     warm_up: float = 0.2  # share of the steps in which the rates rise; then they fall as a cosine
     clip: float = 10.0  # largest norm of the gradient
     average: float = 0.98  # decay of the running mean of the weights, which is what is kept
@@ -66,7 +67,7 @@ class FinetuneConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("backbone_rate", "noise_rate", "clip"):
-            if not getattr(self, name) > 0:
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if not 0 <= self.average < 1:
             raise ValueError(f"average must lie in [0, 1), got {self.average}")
@@ -96,6 +97,7 @@ class Finetuned:
     best: float  # validation score of the weights that were kept; NaN without a validation set
     offsets: dict[int, float]  # eV per atom of each element, moved into the backbone's references
     scales: dict[str, float]  # mean absolute error of each label before fine-tuning
+    noise_rate: float  # learning rate of what came with the method
     log: list[dict[str, float]] = field(repr=False)
     seconds: float = 0.0
 
@@ -179,9 +181,11 @@ class _Run:
         self.identity |= {"train": fingerprint(train), "valid": fingerprint(valid)}
         stored = self._stored()
         if stored:
-            self.offsets, self.scales = stored["offsets"], stored["scales"]
+            self.offsets, self.scales, self.noise_rate = stored["offsets"], stored["scales"], stored["noise_rate"]
         else:
             self.offsets, self.scales = self._prepare()
+            found = config.noise_rate or self.model.rate_for_new(train, self.scales.get("forces", DEFAULT_ERROR))
+            self.noise_rate = float(f"{found:.2g}")  # what is printed is what was used
         self.parameters, groups = self._groups()
         self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
         self.averaged = [parameter.detach().clone() for parameter in self.parameters]
@@ -225,7 +229,7 @@ class _Run:
             raise ValueError("there is nothing to train: the backbone is frozen, and this method adds no parameters")
         groups = [
             {"params": parameters, "lr": rate, "rate": rate}
-            for parameters, rate in ((own, self.config.backbone_rate), (new, self.config.noise_rate))
+            for parameters, rate in ((own, self.config.backbone_rate), (new, self.noise_rate))
             if parameters
         ]
         return [*own, *new], groups
@@ -267,7 +271,7 @@ class _Run:
         self._save()
         self.model.load_state_dict(self.best_state or self._averaged_state())
         best = self.best if self.valid else math.nan
-        return Finetuned(self.step, best, self.offsets, self.scales, self.log, self.spent)
+        return Finetuned(self.step, best, self.offsets, self.scales, self.noise_rate, self.log, self.spent)
 
     @property
     def _out_of_patience(self) -> bool:
@@ -390,6 +394,7 @@ class _Run:
             "identity": self.identity,
             "offsets": self.offsets,
             "scales": self.scales,
+            "noise_rate": self.noise_rate,
             "step": self.step,
             "seconds": self.spent,
             "best": self.best,

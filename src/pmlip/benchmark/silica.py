@@ -208,6 +208,7 @@ def work(cell: Cell, *, settings: SilicaSettings) -> dict[str, Any]:
             * (config.samples if model.trains_on_samples else 1),
             "seconds": round(seconds, 1),
             "error_before": done.scales,
+            "noise_rate": done.noise_rate,
         },
         "prediction": {"seconds": round(inside.seconds, 1), "passes": inside.samples * inside.structures},
         "validation_curve": [line for line in done.log if "valid" in line],

@@ -240,13 +240,12 @@ def measure_predict(
 ) -> dict[str, Any]:
     """`pmlip predict` of many structures beside K separate passes of the stock calculator, on one thread each."""
     from pmlip.backbones import load_backbone
-    from pmlip.benchmark.symmetry import randomise
     from pmlip.datasets import silica_pbe
     from pmlip.model import perturb
     from pmlip.prediction import predict_file
 
     model = perturb(load_backbone(backbone, weights=weights, trust=trust))
-    randomise(model)
+    model.randomise(0.01, seed=SEED)
     known = silica_pbe("train")
     structures = [known[index % len(known)] for index in range(count)]
     some = structures[: max(1, count // 40)]  # the stock calculator has no economy of scale

@@ -6,13 +6,12 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from torch import nn
 
 from pmlip.backbones import load_backbone
 from pmlip.benchmark.record import environment, slug
 from pmlip.datasets import silica_pbe
 from pmlip.files import write_json
-from pmlip.model import Potential, perturb
+from pmlip.model import perturb
 from pmlip.rotation import random_rotation, rotated
 
 SAMPLES, ROTATIONS, SEED = 8, 4, 0
@@ -23,12 +22,12 @@ def run(backbone: str, *, weights: Path | None, trust: bool, out: Path, console:
     """Measure it with random noise weights, since at zero ones there is nothing to see."""
     structures = [atoms for atoms in silica_pbe("test") if atoms.info["polymorph"] == "quartz"][:8]
     model = perturb(load_backbone(backbone, weights=weights, trust=trust))
-    weights_of_noise = randomise(model)
-    for _ in range(2):  # a spread is nearly, not wholly, proportional to the noise weights
+    size = 0.01
+    for _ in range(3):  # a spread is nearly, not wholly, proportional to the noise weights
+        model.randomise(size, seed=SEED)
         spread = float(model.sample(structures, samples=SAMPLES).spread.forces.square().mean().sqrt())
-        with torch.no_grad():
-            for parameter in weights_of_noise:
-                parameter.mul_(SPREAD / spread)
+        size *= SPREAD / spread
+    model.randomise(size, seed=SEED)
     random = np.random.default_rng(SEED)
     expected, point = model.sample(structures, samples=SAMPLES), model.predict(structures)
     squares: dict[str, list[float]] = {"samples": [], "without_noise": []}
@@ -60,12 +59,3 @@ def run(backbone: str, *, weights: Path | None, trust: bool, out: Path, console:
         f"{errors['without_noise']:.1e} without noise; forces {record['force']:.2f}, spread {record['spread']:.2g}"
     )
     return record
-
-
-def randomise(model: Potential) -> list[nn.Parameter]:
-    """Give the noise weights small random values, and give them back; W_z stays the identity."""
-    weights = model.noise_parameters()[1:]
-    generator = torch.Generator().manual_seed(SEED)
-    for parameter in weights:
-        nn.init.normal_(parameter, std=0.01, generator=generator)
-    return weights

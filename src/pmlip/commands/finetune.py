@@ -108,6 +108,7 @@ def run(
         "seconds": round(result.seconds, 1),
         "offsets": result.offsets,
         "error_before": result.scales,
+        "noise_rate": result.noise_rate,
         "validation": {**_kept_scores(result), "score": result.best},
         **environment(),
     }

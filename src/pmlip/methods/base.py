@@ -59,6 +59,10 @@ class Method(nn.Module, ABC):
         """The parameters that the backbone does not have; they start from nothing and learn faster."""
         return []
 
+    def rate_for_new(self, structures: Sequence[Atoms], error: float) -> float:
+        """A learning rate for these; error: mean absolute error of the forces before fine-tuning, in eV/Å."""
+        return 5e-4
+
     def parts(self) -> Sequence["Method"]:
         """What is trained one after the other, each with a seed of its own."""
         return [self]
