@@ -1,4 +1,4 @@
-# make demo   train the noise of the real CHGNet on a few DFT structures and show spread beside error
+# make demo   fine-tune the real CHGNet on the silica set and show spread beside error, in and out of distribution
 # make test   ruff, mypy and pytest; with test-sevenn and test-mace what CI runs
 # make test-sevenn, make test-mace   the adapters that cannot share an environment, each in its own
 # make bench  the speed tables of benchmarks/results/speed

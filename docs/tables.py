@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pmlip.benchmark import nbody_tables, silica, speed
+from pmlip.benchmark import nbody_tables, silica, speed, symmetry
 from pmlip.benchmark.runner import read_cells
 
 PROJECT = Path(__file__).parents[1]
@@ -21,16 +21,16 @@ def _speed(name: str, markdown: Callable[[Any], str]) -> str:
     return markdown(json.loads((RESULTS / "speed" / f"{name}.json").read_text()))
 
 
-def _predict() -> str:
-    files = sorted((RESULTS / "speed").glob("predict-*.json"))
-    return speed.predict_markdown([json.loads(file.read_text()) for file in files])
+def _read(pattern: str) -> list[Any]:
+    return [json.loads(file.read_text()) for file in sorted(RESULTS.glob(pattern))]
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "crps": lambda: _speed("crps", speed.crps_markdown),
     "nbody step": lambda: _speed("nbody", speed.nbody_markdown),
     "step": lambda: _speed("step", speed.step_markdown),
-    "predict": _predict,
+    "predict": lambda: speed.predict_markdown(_read("speed/predict-*.json")),
+    "symmetry": lambda: symmetry.markdown(_read("symmetry/*.json")),
     "nbody": lambda: nbody_tables.table(read_cells(RESULTS / "nbody")),
     "nbody overview": lambda: nbody_tables.overview(read_cells(RESULTS / "nbody")),
     "silica": lambda: silica.table(read_cells(RESULTS / "silica")),

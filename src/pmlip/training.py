@@ -37,7 +37,7 @@ class FinetuneConfig:
     epochs: int | None = None  # passes over the training set; None: about 600 steps, and at least 10 passes
     batch: int = 4  # structures in a step, over all processes
     samples: int = 4  # noise draws per structure in the loss
-    backbone_rate: float = 5e-5  # learning rate of the backbone's own weights
+    backbone_rate: float | None = None  # learning rate of the backbone's own weights; None: what suits this potential
     noise_rate: float | None = None  # of what comes with the method; None: by how the potential responds to noise
     warm_up: float = 0.2  # share of the steps in which the rates rise; then they fall as a cosine
     clip: float = 10.0  # largest norm of the gradient
@@ -229,7 +229,10 @@ class _Run:
             raise ValueError("there is nothing to train: the backbone is frozen, and this method adds no parameters")
         groups = [
             {"params": parameters, "lr": rate, "rate": rate}
-            for parameters, rate in ((own, self.config.backbone_rate), (new, self.noise_rate))
+            for parameters, rate in (
+                (own, self.config.backbone_rate or self.model.backbone.rate),
+                (new, self.noise_rate),
+            )
             if parameters
         ]
         return [*own, *new], groups

@@ -41,6 +41,7 @@ class Backbone(nn.Module, ABC):
     name: str  # of the file
     equivariant: bool  # whether rotating a structure rotates its forces exactly
     conservative: bool  # whether forces are the gradient of the energy
+    rate = 1e-4  # learning rate for fine-tuning; a potential for which another was found to be better says so
 
     def __init__(self, module: nn.Module, variant: str) -> None:
         super().__init__()

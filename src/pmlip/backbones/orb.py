@@ -99,6 +99,7 @@ def _split(layer: Any) -> None:
 class OrbBackbone(Backbone):
     name = "orb"
     equivariant = False
+    rate = 5e-5
     module: Any  # a DirectForcefieldRegressor or a ConservativeForcefieldRegressor
 
     def __init__(self, module: nn.Module, variant: str) -> None:

@@ -1,5 +1,6 @@
 """What symmetry a sample keeps: how far the forces of a turned structure are from the turned forces, at fixed noise."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +60,13 @@ def run(backbone: str, *, weights: Path | None, trust: bool, out: Path, console:
         f"{errors['without_noise']:.1e} without noise; forces {record['force']:.2f}, spread {record['spread']:.2g}"
     )
     return record
+
+
+def markdown(records: Sequence[Mapping[str, Any]]) -> str:
+    """The table of the result files."""
+    lines = ["| | in a sample | without noise | forces |", "|---|---|---|---|"]
+    for record in records:
+        errors = record["rotation_error"]
+        cells = (f"{errors['samples']:.1e} eV/Å", f"{errors['without_noise']:.1e} eV/Å", f"{record['force']:.1f} eV/Å")
+        lines.append(f"| {record['backbone']} | {' | '.join(cells)} |")
+    return "\n".join(lines)

@@ -36,7 +36,7 @@ def demo(
     out: Annotated[
         Path, typer.Option(help="Folder for the report, pictures and model; an interrupted demo goes on from it.")
     ] = Path("pmlip-demo"),
-    steps: Annotated[int, typer.Option(min=1, help="Training steps, about.")] = 600,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps, about.")] = 300,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the training.")] = 0,
 ) -> None:
     """Fine-tune P-CHGNet on the silica set that ships with pmlip; show its spread beside its error.
