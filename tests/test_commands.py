@@ -161,7 +161,7 @@ def wrong_files(folder):
         (["none.extxyz"], "there is no file none.extxyz"),
         (
             ["renamed.extxyz"],
-            "kind, rattle, pbe_energy, pbe_forces. Say which are the labels with --energy-key",
+            "pbe_energy, pbe_forces, displacement. Say which are the labels with --energy-key",
         ),
         (["few.extxyz"], "few.extxyz holds 3 structures, too few to train on 1 and hold out 2"),
         ([str(SILICA), "--backbone", "chgnet:9"], "unknown CHGNet variant '9'"),

@@ -50,7 +50,11 @@ def run(out: Path, *, steps: int, seed: int, console: Console) -> None:
             crps = f", CRPS of forces {1e3 * latest['train_forces']:.0f} meV/Å" if latest else ""
             bar.update(task, completed=work[0] * step / steps, description=f"fine-tuning{crps}")
 
-        finetune(model, train, valid=valid, config=config, folder=out / "run", progress=trained)
+        try:
+            finetune(model, train, valid=valid, config=config, folder=out / "run", progress=trained)
+        except KeyboardInterrupt:
+            console.print("stopped, and nothing is lost: the same command goes on from here")
+            raise
         judged = []
         for number, (name, structures) in enumerate(tests.items()):
             done = sum(work[: number + 1])
