@@ -10,7 +10,8 @@ pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
 
 
 def test_the_demo_trains_shows_and_saves(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(demo, "TEST_SAMPLES", 3)
+    for name, small in (("TRAINING", 8), ("VALIDATION", 2), ("TEST_SAMPLES", 3)):
+        monkeypatch.setattr(demo, name, small)
     console = Console(record=True, width=140)
     demo.run(tmp_path, steps=2, seed=0, console=console)
     text = console.export_text()
