@@ -97,7 +97,9 @@ def test_what_was_begun_otherwise_is_not_continued(model, tmp_path):
         predict_file(model, tmp_path / "in.extxyz", tmp_path / "out.extxyz", samples=4)
 
 
-def test_after_a_bad_structure_was_mended_the_rest_goes_on(model, tmp_path, monkeypatch):
+@pytest.fixture
+def stopped_at_the_last(model, tmp_path, monkeypatch):
+    """Good structures, and a run on a file of them that could not take the last."""
     monkeypatch.setattr(prediction, "BATCH", 2)
     structures = water(5)
     broken = [atoms.copy() for atoms in structures]
@@ -105,19 +107,16 @@ def test_after_a_bad_structure_was_mended_the_rest_goes_on(model, tmp_path, monk
     write(tmp_path / "in.traj", broken)
     with pytest.raises(ValueError, match="structure 4"):
         predict_file(model, tmp_path / "in.traj", tmp_path / "out.extxyz", samples=4)
-    write(tmp_path / "in.traj", structures[:4])
+    return structures
+
+
+def test_after_a_bad_structure_was_removed_the_rest_goes_on(model, tmp_path, stopped_at_the_last):
+    write(tmp_path / "in.traj", stopped_at_the_last[:4])
     assert predict_file(model, tmp_path / "in.traj", tmp_path / "out.extxyz", samples=4) == 4
 
 
-def test_other_structures_under_the_same_name_are_noticed(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(prediction, "BATCH", 2)
-    structures = water(4)
-    broken = [atoms.copy() for atoms in structures]
-    broken[3].positions[1] = np.nan
-    write(tmp_path / "in.traj", broken)
-    with pytest.raises(ValueError, match="structure 3"):
-        predict_file(model, tmp_path / "in.traj", tmp_path / "out.extxyz", samples=4)
-    write(tmp_path / "in.traj", structures[1:])
+def test_other_structures_under_the_same_name_are_noticed(model, tmp_path, stopped_at_the_last):
+    write(tmp_path / "in.traj", stopped_at_the_last[1:])
     with pytest.raises(ValueError, match="does not end with the structure that"):
         predict_file(model, tmp_path / "in.traj", tmp_path / "out.extxyz", samples=4)
 

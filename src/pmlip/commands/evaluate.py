@@ -41,8 +41,6 @@ def run(
 ) -> dict[str, Any]:
     if report is not None:
         check_installed()
-        if samples < 2:
-            raise ValueError(f"a report needs a spread, and so at least 2 samples, got samples={samples}")
     for file in (out, report):
         if file is not None:
             check_folder(file)
@@ -66,7 +64,7 @@ def run(
         loaded = model.load(given, weights=weights, trust=trust, device=chosen_device(device))
         made[names[given]] = loaded.record
         if report is not None:
-            loaded.check_spread()
+            loaded.spread_samples(samples)  # refuses what gives no spread
         for file in (data, *unseen) if given is path else (data,):
             with in_file(file):
                 check_structures(loaded.backbone, structures[file], range(len(structures[file])))
