@@ -6,13 +6,15 @@ from typer.testing import CliRunner
 
 from pmlip import datasets
 from pmlip.benchmark.runner import Cell
-from pmlip.benchmark.silica import SilicaSettings, splits, work
+from pmlip.benchmark.silica import SilicaSettings, made_of, splits, work
 from pmlip.cli import app
 from pmlip.training import FinetuneConfig
 from test_backbones_orb import WIDTHS, small
 from test_datasets import in_kcal, silica
 
 pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
+
+COMPOSED = ("constant", "ensemble")  # of deterministic fine-tunings
 
 
 def invoke(*arguments):
@@ -26,15 +28,15 @@ def test_from_end_to_end(tmp_path):
         "--data",
         tmp_path / "small.extxyz",
         "--methods",
-        "p,constant,deterministic",
+        "p,constant,ensemble",
         "--sizes",
         "6",
         "--seeds",
         "1",
         "--test",
         "4",
-        "--epochs",
-        "1",
+        "--steps",
+        "2",
     ]
     arguments += ["--samples", "4", "--unseen", tmp_path / "hot.extxyz", "--jobs", "2", "--out", tmp_path]
     result = invoke(*arguments)
@@ -49,15 +51,30 @@ def test_from_end_to_end(tmp_path):
     assert "ssr" not in plain["test"]
     assert plain["training"]["passes"] * 4 == cell["training"]["passes"]
     table = (tmp_path / "table.md").read_text()
-    assert table.count("\n") == 2 + 3
+    assert table.count("\n") == 2 + 4
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    before = (tmp_path / "chgnet-small-p-6-0.json").stat().st_mtime_ns
-    assert "3 of 3 cells are finished already" in invoke(*arguments).output
-    assert (tmp_path / "chgnet-small-p-6-0.json").stat().st_mtime_ns == before
+    around, three = (json.loads((tmp_path / f"chgnet-small-{name}-6-0.json").read_text()) for name in COMPOSED)
+    assert around["test"]["force_mae_without_noise"] == plain["test"]["force_mae"]  # the same potential
+    assert around["training"] == plain["training"]
+    assert three["samples"] == 3
+    assert three["training"]["passes"] == 3 * plain["training"]["passes"]
+    (tmp_path / "chgnet-small-p-6-0.json").unlink()
+    before = (tmp_path / "chgnet-small-ensemble-6-0.json").stat().st_mtime_ns
+    assert "4 of 5 cells are finished already" in invoke(*arguments).output
+    assert (tmp_path / "chgnet-small-ensemble-6-0.json").stat().st_mtime_ns == before
+    again = json.loads((tmp_path / "chgnet-small-p-6-0.json").read_text())
+    assert again["training"] == cell["training"]  # read from its file, seconds and all
+    assert again["test"] == pytest.approx(cell["test"], rel=1e-4)
+    assert not [file for file in (tmp_path / "weights").iterdir() if file.suffix != ".pt"]
     changed = [*arguments[:-6], "--samples", "5", "--out", tmp_path]
     other = invoke(*changed)
     assert other.exit_code == 2
     assert "was made with other settings" in " ".join(other.output.split())
+
+
+def test_the_ensemble_of_a_seed_leaves_its_own_out_of_four():
+    members = {seed: [part.seed for part in made_of(Cell("chgnet-small-ensemble", 6, seed))] for seed in (0, 3, 5)}
+    assert members == {0: [1, 2, 3], 3: [0, 1, 2], 5: [4, 6, 7]}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +115,7 @@ def test_the_setting_of_the_paper_with_a_small_orb_and_a_file_of_its_form(tmp_pa
     data = splits(3, settings)
     assert (len(data.train), len(data.valid), len(data.test)) == (3, 2, 4)
     for method in ("p", "blip+published"):
-        result = work(Cell(f"orb_v3_direct_20_omat-train-{method}", 3, 0), settings=settings)
+        result = work(Cell(f"orb_v3_direct_20_omat-train-{method}", 3, 0), settings=settings, folder=tmp_path)
         assert result["test"]["force_crps"] > 0
         assert result["settings"]["data"] == "tan_silica:train.xyz"
     assert result["settings"]["config"]["clip"] == 0.5

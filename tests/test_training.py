@@ -288,6 +288,8 @@ def test_energies_in_another_unit_are_warned_about():
     [
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"epochs": None, "steps": 0}, "steps must be at least 1, got 0"),
+        ({"steps": 7}, "give steps or epochs, not both, got steps=7 and epochs=4"),
         ({"patience": 0}, "patience must be at least 1, got 0"),
         ({"chunk": 0}, "chunk must be at least 1, got 0"),
         ({"fairness": -0.5}, "fairness must not be negative, got -0.5"),

@@ -1,6 +1,5 @@
 """The demo: CHGNet fine-tuned on the silica set that ships with pmlip, and how much it knows of its own errors."""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,8 +38,8 @@ def run(out: Path, *, steps: int, seed: int, console: Console) -> None:
         f"{sum(map(len, tests.values()))} others."
     )
     before = float((model.predict(tests["test"]).forces - labels(tests["test"]).forces).abs().mean())
-    config = FinetuneConfig(epochs=math.ceil(steps * FinetuneConfig.batch / len(train)), seed=seed)
-    passes = STEP_COST * config.steps(len(train)) * config.batch * config.samples
+    config = FinetuneConfig(steps=steps, seed=seed)
+    passes = STEP_COST * steps * config.batch * config.samples
     passes += config.validations * len(valid) * config.validation_samples
     work = [passes, *(TEST_SAMPLES * len(structures) for structures in tests.values())]
     with _bar(console) as bar:

@@ -34,7 +34,8 @@ SAVE_EVERY = 60.0  # seconds between two saves of the state of a run
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig:
-    epochs: int | None = None  # passes over the training set; None: about 600 steps, and at least 10 passes
+    steps: int | None = None  # of the optimiser in all; None: about 600, and at least 10 passes over the training set
+    epochs: int | None = None  # passes over the training set, instead of steps
     batch: int = 4  # structures in a step, over all processes
     samples: int = 4  # noise draws per structure in the loss
     backbone_rate: float | None = None  # learning rate of the backbone's own weights; None: what suits this potential
@@ -60,9 +61,11 @@ class FinetuneConfig:
         for name in ("batch", "samples", "validations", "validation_samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("epochs", "patience", "chunk"):
+        for name in ("steps", "epochs", "patience", "chunk"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(f"give steps or epochs, not both, got steps={self.steps} and epochs={self.epochs}")
         for name in ("fairness", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
@@ -82,8 +85,10 @@ class FinetuneConfig:
         """The labels that have a weight."""
         return [name for name, weight in self.weights.items() if weight > 0]
 
-    def steps(self, structures: int) -> int:
+    def steps_for(self, structures: int) -> int:
         """Steps in all for a training set of this size."""
+        if self.steps is not None:
+            return self.steps
         per_epoch = math.ceil(structures / self.batch)
         epochs = max(10, math.ceil(600 / per_epoch)) if self.epochs is None else self.epochs
         return epochs * per_epoch
@@ -171,7 +176,7 @@ class _Run:
     ) -> None:
         self.model, self.train, self.valid, self.config, self.fabric = model, train, valid, config, fabric
         self.state_file = folder / "last.pt" if folder else None
-        self.steps = config.steps(len(train))
+        self.steps = config.steps_for(len(train))
         self.rotate = not model.backbone.equivariant if config.rotate is None else config.rotate
         model.to(fabric.device)
         self.step, self.best, self.worse, self.log, self.spent = 0, math.inf, 0, list[dict[str, float]](), 0.0

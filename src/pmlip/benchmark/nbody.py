@@ -15,7 +15,7 @@ from pmlip import metrics
 from pmlip.benchmark.nbody_tables import METHODS, figure, summary, table
 from pmlip.benchmark.publish import check_installed, publish
 from pmlip.benchmark.record import environment
-from pmlip.benchmark.runner import Cell, CellError, read_cells, run_cells
+from pmlip.benchmark.runner import Cell, read_cells, run_cells, run_rounds
 from pmlip.calibration import best_factor
 from pmlip.files import atomic_write
 from pmlip.hints import did_you_mean
@@ -98,23 +98,19 @@ def run(
             raise ValueError(f"unknown method {method!r}; allowed: {', '.join(METHODS)}{hint}")
     if "ensemble" in methods and seeds < 3:
         raise ValueError(f"an ensemble leaves one of the EGNN seeds out and needs at least 3, got seeds={seeds}")
-    failures = []
+    cells = [Cell(method, size, seed) for size in sizes for method in methods for seed in range(seeds)]
     # An ensemble is made of the EGNNs, so those come first.
-    for round_of in ([m for m in methods if m != "ensemble"], [m for m in methods if m == "ensemble"]):
-        cells = [Cell(method, size, seed) for size in sizes for method in round_of for seed in range(seeds)]
-        try:
-            run_checked(cells, preset, folder, seeds=seeds, jobs=jobs, console=console)
-        except CellError as error:  # what is finished is worth a table
-            failures.append(str(error))
-    publish(folder, table=table, summary=summary, figure=figure, console=console)
-    if failures:
-        raise CellError("; ".join(failures))
+    rounds = [[c for c in cells if c.method != "ensemble"], [c for c in cells if c.method == "ensemble"]]
+    prepare(cells, preset, folder, seeds=seeds)
+    job = partial(work, preset=preset, folder=folder, seeds=seeds)
+    try:
+        run_rounds(rounds, lambda part: run_cells(part, job, folder, jobs=jobs, console=console))
+    finally:  # also when a cell failed: what is finished is worth a table
+        publish(folder, table=table, summary=summary, figure=figure, console=console)
 
 
-def run_checked(
-    cells: Sequence[Cell], preset: Preset, folder: Path, *, seeds: int, jobs: int, console: Console
-) -> None:
-    """Run these cells; a folder holds cells of one setting only, and the data are there before the jobs start."""
+def prepare(cells: Sequence[Cell], preset: Preset, folder: Path, *, seeds: int) -> None:
+    """Before any job starts: a folder holds cells of one setting only, and the data must be there."""
     held = preset.settings.data.train
     for cell in cells:
         if cell.size > held:
@@ -125,7 +121,6 @@ def run_checked(
             raise ValueError(f"{cell.file(folder)} was made with other settings; give another folder with --out")
     for split in nbody_data.SPLITS:
         nbody_data.load(split, preset.settings.data)
-    run_cells(cells, partial(work, preset=preset, folder=folder, seeds=seeds), folder, jobs=jobs, console=console)
 
 
 def _described(cell: Cell, preset: Preset, members: int | None) -> dict[str, Any]:

@@ -7,14 +7,15 @@ then its own, and in the end combinations of what helped.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from pmlip.benchmark.nbody import RECIPES, NBodySettings, Preset, run_checked
+from pmlip.benchmark.nbody import RECIPES, NBodySettings, Preset, prepare, work
 from pmlip.benchmark.nbody_tables import SCALES
-from pmlip.benchmark.runner import Cell, read_cells
+from pmlip.benchmark.runner import Cell, read_cells, run_cells
 from pmlip.files import atomic_write
 from pmlip.nbody.training import Recipe
 
@@ -122,8 +123,9 @@ def ablate(folder: Path, *, seeds: int, jobs: int, console: Console) -> None:
 
 def _run(cells: Sequence[Cell], preset: Preset, folder: Path, *, jobs: int, console: Console) -> None:
     """Run the cells that are not finished, then write the table of all that are."""
+    prepare(cells, preset, folder, seeds=0)
     try:
-        run_checked(cells, preset, folder, seeds=0, jobs=jobs, console=console)
+        run_cells(cells, partial(work, preset=preset, folder=folder, seeds=0), folder, jobs=jobs, console=console)
     finally:
         text = table(read_cells(folder))
         with atomic_write(folder / "table.md") as file:

@@ -78,6 +78,18 @@ def run_cells(
         raise CellError(f"{len(failures)} of {len(cells)} cells failed: {reasons}")
 
 
+def run_rounds(rounds: Sequence[Sequence[Cell]], run: Callable[[Sequence[Cell]], None]) -> None:
+    """run(cells) round after round, where some cells are made from others; cells that fail do not stop what follows."""
+    failures = []
+    for cells in rounds:
+        try:
+            run(cells)
+        except CellError as error:
+            failures.append(str(error))
+    if failures:
+        raise CellError("; ".join(failures))
+
+
 def read_cells(folder: Path) -> dict[Cell, dict[str, Any]]:
     """The results of all finished cells."""
     results = {}

@@ -1,8 +1,8 @@
 """The paper's second benchmark: a pretrained potential fine-tuned on silica by every method; Table 2 and Figure 2."""
 
 import json
+import shutil
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -18,8 +18,11 @@ from pmlip import datasets, methods
 from pmlip.backbones import load_backbone
 from pmlip.benchmark.publish import Results, check_installed, empty_figure, over_seeds, publish
 from pmlip.benchmark.record import environment, slug
-from pmlip.benchmark.runner import Cell, read_cells, run_cells
+from pmlip.benchmark.runner import Cell, read_cells, run_cells, run_rounds
 from pmlip.evaluation import Evaluation, compare, evaluate
+from pmlip.methods import Method
+from pmlip.methods.ensemble import Ensemble
+from pmlip.model import load
 from pmlip.structures import fingerprint, require_labels
 from pmlip.training import FinetuneConfig, finetune
 
@@ -35,6 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "backbone_rate": 1e-5,
         "noise_rate": 1e-4,
         "batch": 8,
+        "steps": None,
         "epochs": 50,
         "clip": 0.5,
         "warm_up": 1.0,
@@ -82,11 +86,15 @@ def run(
     load_backbone(settings.backbone, weights=settings.weights, trust=settings.trust)
     prefix = f"{slug(settings.backbone)}-{slug(_stem(settings.data))}"
     cells = [Cell(f"{prefix}-{name}", size, seed) for size in sizes for name in names for seed in range(seeds)]
+    composed = [cell for cell in cells if made_of(cell)]
+    needed = [part for cell in composed for part in made_of(cell)]
+    trained = list(dict.fromkeys([cell for cell in cells if not made_of(cell)] + needed))
     for cell, result in read_cells(folder).items():
-        if cell in cells and result["settings"] != _described(settings, _method(cell), hashes[cell.size]):
+        if cell in (*trained, *composed) and result["settings"] != _described(settings, cell, hashes[cell.size]):
             raise ValueError(f"{cell.file(folder)} was made with other settings; give another folder with --out")
+    job = partial(work, settings=settings, folder=folder)
     try:
-        run_cells(cells, partial(work, settings=settings), folder, jobs=jobs, console=console)
+        run_rounds([trained, composed], lambda part: run_cells(part, job, folder, jobs=jobs, console=console))
     finally:  # also when a cell failed: what is finished is worth a table
         publish(folder, table=table, summary=summary, figure=figure, console=console)
 
@@ -110,16 +118,28 @@ def _method(cell: Cell) -> str:
     return cell.method.split("-", 2)[2]
 
 
-def _config(settings: SilicaSettings, name: str) -> FinetuneConfig:
-    return replace(settings.config, **VARIANTS.get(name, {}))
+def made_of(cell: Cell) -> list[Cell]:
+    """The deterministic fine-tunings that a cell is made of, for the methods that need no training of their own."""
+    name = _method(cell)
+    plain = replace(cell, method=cell.method.removesuffix(name) + "deterministic")
+    if name in ("constant", "force-scaled"):
+        return [plain]
+    if name == "ensemble":  # as in the paper: of four seeds all but its own
+        first = cell.seed - cell.seed % 4
+        return [replace(plain, seed=seed) for seed in range(first, first + 4) if seed != cell.seed]
+    return []
 
 
-def _described(settings: SilicaSettings, name: str, structures: str) -> dict[str, Any]:
+def _config(settings: SilicaSettings, cell: Cell) -> FinetuneConfig:
+    return replace(settings.config, **VARIANTS.get(_method(cell), {}))
+
+
+def _described(settings: SilicaSettings, cell: Cell, structures: str) -> dict[str, Any]:
     """The settings as a result file holds them: of files their names, which are the same on every machine.
 
     structures: the hash of all structures of the cell, since files of one name can differ.
     """
-    content = asdict(replace(settings, config=_config(settings, name)))
+    content = asdict(replace(settings, config=_config(settings, cell)))
     content["data"] = _without_folder(settings.data)
     content["test_data"] = _without_folder(settings.test_data) if settings.test_data else None
     content["unseen"] = [_without_folder(file) for file in settings.unseen]
@@ -179,44 +199,84 @@ def _check_enough(needed: int, held: int, settings: SilicaSettings) -> None:
         )
 
 
-def work(cell: Cell, *, settings: SilicaSettings) -> dict[str, Any]:
-    """Fine-tune one method and judge it."""
-    name = _method(cell)
+def work(cell: Cell, *, settings: SilicaSettings, folder: Path) -> dict[str, Any]:
+    """Fine-tune one method, or put it together from what is fine-tuned, and judge it."""
     data = splits(cell.size, settings)
-    torch.manual_seed(cell.seed)  # of what a method adds to the backbone
-    model = methods.make(
-        name.partition("+")[0], load_backbone(settings.backbone, weights=settings.weights, trust=settings.trust)
-    )
-    began = time.perf_counter()
-    config = replace(_config(settings, name), seed=cell.seed)
-    done = finetune(model, data.train, valid=data.valid, config=config)
-    seconds = time.perf_counter() - began
+    if parts := made_of(cell):
+        plain = [_fine_tuned(part, data, settings, folder) for part in parts]
+        model, training = (
+            _put_together(_method(cell), plain, data),
+            _summed([part.record["training"] for part in plain]),
+        )
+    else:
+        model = _fine_tuned(cell, data, settings, folder)
+        training = model.record["training"]
     inside = evaluate(model, data.test, samples=settings.test_samples)
     result: dict[str, Any] = {
-        "cell": {"backbone": settings.backbone, "data": _stem(settings.data), "method": name, "size": cell.size}
+        "cell": {
+            "backbone": settings.backbone,
+            "data": _stem(settings.data),
+            "method": _method(cell),
+            "size": cell.size,
+        }
         | {"seed": cell.seed},
         "samples": inside.samples,
         "test": _flat(inside),
         "all_scores": inside.scores,
         "unseen": {},
-        "training": {
-            "steps": done.steps,
-            "structures": done.steps * config.batch,
-            "passes": done.steps
-            * config.batch
-            * len(model.parts())
-            * (config.samples if model.trains_on_samples else 1),
-            "seconds": round(seconds, 1),
-            "error_before": done.scales,
-            "noise_rate": done.noise_rate,
-        },
+        "training": training,
         "prediction": {"seconds": round(inside.seconds, 1), "passes": inside.samples * inside.structures},
-        "validation_curve": [line for line in done.log if "valid" in line],
     }
     for place, structures in data.unseen.items():
         outside = evaluate(model, structures, samples=settings.test_samples)
         result["unseen"][place] = _flat(outside) | (compare(inside, outside) if inside.spread.any() else {})
-    return {**result, "settings": _described(settings, name, fingerprint(data.everything)[:16]), **environment()}
+    return {**result, "settings": _described(settings, cell, fingerprint(data.everything)[:16]), **environment()}
+
+
+def _fine_tuned(cell: Cell, data: Splits, settings: SilicaSettings, folder: Path) -> Method:
+    """The method of a cell, fine-tuned; its record tells the cost. Kept in a file, for others that are made of it."""
+    file = folder / "weights" / f"{cell.name}.pt"
+    described = _described(settings, cell, fingerprint(data.everything)[:16])
+    backbone = load_backbone(settings.backbone, weights=settings.weights, trust=settings.trust)
+    if file.exists():
+        stored: Method = load(file, backbone=backbone)
+        if stored.record["settings"] == described:
+            return stored
+    torch.manual_seed(cell.seed)  # of what a method adds to the backbone
+    model = methods.make(_method(cell).partition("+")[0], backbone)
+    config = replace(_config(settings, cell), seed=cell.seed)
+    unfinished = file.with_suffix("")
+    done = finetune(model, data.train, valid=data.valid, config=config, folder=unfinished)
+    passes = done.steps * config.batch * (config.samples if model.trains_on_samples else 1)
+    model.record = {
+        "training": {
+            "steps": done.steps,
+            "structures": done.steps * config.batch,
+            "passes": passes,
+            "seconds": round(done.seconds, 1),
+            "error_before": done.scales,
+            "noise_rate": done.noise_rate,
+            "validation_curve": [line for line in done.log if "valid" in line],
+        },
+        "settings": described,
+    }
+    model.save(file)
+    shutil.rmtree(unfinished)
+    return model
+
+
+def _put_together(name: str, plain: Sequence[Method], data: Splits) -> Method:
+    """A method without training of its own, from potentials that are fine-tuned."""
+    if name == "ensemble":
+        return Ensemble.of(plain)
+    model = methods.make(name, plain[0].backbone)
+    model.finish(data.valid)
+    return model
+
+
+def _summed(costs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What several fine-tunings cost together; all else is that of the first."""
+    return costs[0] | {key: sum(cost[key] for cost in costs) for key in ("steps", "structures", "passes", "seconds")}
 
 
 def _flat(evaluation: Evaluation) -> dict[str, float]:

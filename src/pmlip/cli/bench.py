@@ -105,7 +105,7 @@ def silica(
     seeds: Seeds = 4,
     test: Annotated[int, typer.Option(min=3, help="Structures to test on, where the data has no such part.")] = 400,
     samples: Annotated[int, typer.Option(min=2, help="Samples K at test.")] = 32,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the training set.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of each fine-tuning; by default about 600.")] = None,
     jobs: Jobs = 1,
     out: Results = Path("benchmarks/results/silica"),
 ) -> None:
@@ -126,7 +126,7 @@ def silica(
                 trust=trust,
                 test=test,
                 test_samples=samples,
-                config=FinetuneConfig(epochs=epochs),
+                config=FinetuneConfig(steps=steps),
             ),
             names=_listed(methods),
             sizes=_whole_numbers(sizes),

@@ -77,7 +77,7 @@ def run(
         given |= {"trust": trust, "method": method, "option": [f"{name}={value}" for name, value in options.items()]}
         given |= {"out": out, "tensorboard": tensorboard}
         print(as_toml(given | dataclasses.asdict(config)))
-        seconds, steps = seconds_per_step(trained, structures, config, fabric), config.steps(len(structures))
+        seconds, steps = seconds_per_step(trained, structures, config, fabric), config.steps_for(len(structures))
         print(f"# {steps} steps of {seconds:.2f} s: about {steps * len(trained.parts()) * seconds / 60:.0f} minutes")
         return {}
     with progress_bar(console) as bar:

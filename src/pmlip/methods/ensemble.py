@@ -20,6 +20,15 @@ class Ensemble(StoredMethod):
         self.members = nn.ModuleList(Deterministic(backbone) for _ in range(members))
         self.fixed_samples = members
 
+    @classmethod
+    def of(cls, members: Sequence[Method]) -> "Ensemble":
+        """An ensemble of potentials that are fine-tuned already."""
+        made = cls(members[0].backbone, members=len(members))
+        made.origin = members[0].origin
+        for own, given in zip(made.parts(), members, strict=True):
+            own.load_state_dict(given.state_dict())
+        return made
+
     @property
     def backbone(self) -> Backbone:  # type: ignore[override]  # that of the first member, which it owns
         return self.parts()[0].backbone
