@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pmlip.benchmark import nbody_tables, silica, speed, symmetry
+from pmlip.benchmark import nbody_tables, silica_tables, speed, symmetry
 from pmlip.benchmark.runner import read_cells
 
 PROJECT = Path(__file__).parents[1]
@@ -33,7 +33,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "symmetry": lambda: symmetry.markdown(_read("symmetry/*.json")),
     "nbody": lambda: nbody_tables.table(read_cells(RESULTS / "nbody")),
     "nbody overview": lambda: nbody_tables.overview(read_cells(RESULTS / "nbody")),
-    "silica": lambda: silica.table(read_cells(RESULTS / "silica")),
+    "silica": lambda: silica_tables.table(read_cells(RESULTS / "silica")),
+    "silica unseen": lambda: silica_tables.unseen_table(read_cells(RESULTS / "silica")),
 }
 
 

@@ -65,7 +65,7 @@ def test_a_noise_never_trained_has_no_spread_to_score():
 def test_out_of_distribution(model):
     inside = evaluate(model, molecules(12), samples=8)
     assert compare(inside, inside) == pytest.approx(
-        {"auroc_spread": 0.5, "auroc_error": 0.5, "spread_ratio": 1.0, "error_ratio": 1.0}
+        {"auroc_spread": 0.5, "auroc_force": 0.5, "auroc_error": 0.5, "spread_ratio": 1.0, "error_ratio": 1.0}
     )
     torn = molecules(12, seed=4)
     for atoms in torn:

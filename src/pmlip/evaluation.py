@@ -105,10 +105,18 @@ def compare(inside: Evaluation, outside: Evaluation) -> dict[str, float]:
     """Does the spread rise where the error does? In- against out-of-distribution structures."""
     return {
         "auroc_spread": metrics.auroc(inside.spread, outside.spread),
+        "auroc_force": metrics.auroc(_force(inside), _force(outside)),  # what one knows without a spread
         "auroc_error": metrics.auroc(inside.error, outside.error),
         "spread_ratio": float(np.sqrt((outside.spread**2).mean() / (inside.spread**2).mean())),
         "error_ratio": float(np.sqrt((outside.error**2).mean() / (inside.error**2).mean())),
     }
+
+
+def _force(evaluation: Evaluation) -> np.ndarray:
+    """The mean square of each structure's predicted forces."""
+    squares = evaluation.drawn.mean.forces.double().square()
+    size: np.ndarray = mean_per_system(squares, evaluation.drawn.system, evaluation.structures).numpy()
+    return size
 
 
 def as_record(evaluation: Evaluation) -> dict[str, Any]:

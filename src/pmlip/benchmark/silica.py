@@ -1,13 +1,12 @@
-"""The paper's second benchmark: a pretrained potential fine-tuned on silica by every method; Table 2 and Figure 2."""
+"""The paper's second benchmark: a pretrained potential fine-tuned on silica by every method."""
 
 import json
 import shutil
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,18 +15,16 @@ from rich.console import Console
 
 from pmlip import datasets, methods
 from pmlip.backbones import load_backbone
-from pmlip.benchmark.publish import Results, check_installed, empty_figure, over_seeds, publish
+from pmlip.benchmark.publish import check_installed, publish
 from pmlip.benchmark.record import environment, slug
 from pmlip.benchmark.runner import Cell, read_cells, run_cells, run_rounds
+from pmlip.benchmark.silica_tables import figure, summary, table
 from pmlip.evaluation import Evaluation, compare, evaluate
 from pmlip.methods import Method
 from pmlip.methods.ensemble import Ensemble
 from pmlip.model import load
 from pmlip.structures import fingerprint, require_labels
 from pmlip.training import FinetuneConfig, finetune
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SHIPPED = "silica-pbe"
 
@@ -304,101 +301,3 @@ def _flat(evaluation: Evaluation) -> dict[str, float]:
     if "ssr" in energy:
         wanted["energy_ssr"] = energy["ssr"]
     return wanted
-
-
-COLUMNS = {  # name -> title, scale and digits
-    "force_mae": ("F-MAE", 1e3, 1),
-    "force_mae_without_noise": ("z = 0", 1e3, 1),
-    "force_crps": ("F-CRPS", 1e3, 1),
-    "ssr": ("SSR", 1, 2),
-    "spearman": ("Spearman", 1, 2),
-    "spearman_of_force": ("of the force", 1, 2),
-    "energy_crps": ("E-CRPS", 1e3, 2),
-    "energy_ssr": ("E-SSR", 1, 2),
-}
-
-
-def summary(results: Results) -> list[dict[str, Any]]:
-    """Mean and standard deviation over seeds for each backbone, data, size and method."""
-    groups: dict[tuple[str, str, int, str], list[dict[str, Any]]] = {}
-    for result in results.values():
-        cell = result["cell"]
-        groups.setdefault((cell["backbone"], cell["data"], cell["size"], cell["method"]), []).append(result)
-    rows = []
-    for (backbone, data, size, method), found in sorted(groups.items()):
-        row: dict[str, Any] = {"backbone": backbone, "data": data, "size": size, "method": method, "seeds": len(found)}
-        row["samples"] = found[0]["samples"]
-        for name in COLUMNS:
-            values = [result["test"][name] for result in found if name in result["test"]]
-            if values:
-                row[name] = over_seeds(values)
-        for place in found[0]["unseen"]:
-            scores = [result["unseen"][place] for result in found]
-            row[f"unseen {place}"] = {
-                name: statistics.mean(score[name] for score in scores)
-                for name in ("force_mae", "force_crps", "auroc_spread", "error_ratio", "spread_ratio")
-                if name in scores[0]
-            }
-        for part in ("training", "prediction"):
-            row[f"{part}_seconds"] = statistics.mean(result[part]["seconds"] for result in found)
-            row[f"{part}_passes"] = statistics.mean(result[part]["passes"] for result in found)
-        rows.append(row)
-    return rows
-
-
-def table(results: Results) -> str:
-    """Table 2 as Markdown: forces in meV/Å, energies in meV/atom."""
-    titles = [title for title, _, _ in COLUMNS.values()]
-    heading = [
-        "backbone",
-        "data",
-        "n",
-        "method",
-        "K",
-        *titles,
-        "unseen: AUROC, error x, spread x",
-        "training: passes, s",
-    ]
-    lines = [f"| {' | '.join([*heading, 'seeds'])} |", "|---" * (len(heading) + 1) + "|"]
-    for row in summary(results):
-        cells = []
-        for name, (_, scale, digits) in COLUMNS.items():
-            value = row.get(name)
-            spread = "" if value is None or row["seeds"] == 1 else f" ± {scale * value['std']:.{digits}f}"
-            cells.append("" if value is None else f"{scale * value['mean']:.{digits}f}{spread}")
-        unseen = "; ".join(
-            f"{key.removeprefix('unseen ')} {v['auroc_spread']:.2f}, {v['error_ratio']:.2f}, {v['spread_ratio']:.2f}"
-            for key, v in row.items()
-            if key.startswith("unseen ") and "auroc_spread" in v
-        )
-        cost = f"{row['training_passes']:.1e}, {row['training_seconds']:.0f}"
-        fixed = [row["backbone"], row["data"], row["size"], row["method"], row["samples"]]
-        lines.append(f"| {' | '.join(map(str, [*fixed, *cells, unseen, cost, row['seeds']]))} |")
-    return "\n".join(lines) + "\n"
-
-
-def figure(results: Results) -> "Figure":
-    """Figure 2: accuracy, score, calibration and ranking against the size of the training set, a row per data set."""
-    rows = summary(results)
-    places = sorted({(row["backbone"], row["data"]) for row in rows})
-    shown = ("force_mae", "force_crps", "ssr", "spearman")
-    picture = empty_figure(3.4 * len(shown), 3.2 * len(places))
-    for line, place in enumerate(places):
-        for column, name in enumerate(shown):
-            title, scale, _ = COLUMNS[name]
-            axes = picture.add_subplot(len(places), len(shown), len(shown) * line + column + 1)
-            for number, method in enumerate([*methods.available(), *VARIANTS]):
-                of_method = [r for r in rows if (r["backbone"], r["data"], r["method"]) == (*place, method)]
-                found = [row for row in of_method if name in row]
-                if found:
-                    mean, std = ([scale * row[name][part] for row in found] for part in ("mean", "std"))
-                    sizes = [row["size"] for row in found]
-                    axes.errorbar(sizes, mean, yerr=std, fmt="o-", color=f"C{number}", label=method, capsize=3)
-            if name == "ssr":
-                axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
-            axes.set(xscale="log", xlabel="training structures", title=title + (", meV/Å" if scale > 1 else ""))
-            if column == 0:
-                axes.set_ylabel(" on ".join(place))
-            if column == 1:
-                axes.legend(fontsize=7)
-    return picture

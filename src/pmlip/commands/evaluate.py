@@ -86,8 +86,8 @@ def run(
                 record[called[file]]["against"] = {called[data]: against}
                 console.print(
                     f"{called[file]} against {called[data]}: error times {against['error_ratio']:.2f}, spread times "
-                    f"{against['spread_ratio']:.2f}; AUROC of the spread {against['auroc_spread']:.2f}, of the error "
-                    f"{against['auroc_error']:.2f}"
+                    f"{against['spread_ratio']:.2f}; AUROC of the spread {against['auroc_spread']:.2f}, of the "
+                    f"force {against['auroc_force']:.2f}, of the error {against['auroc_error']:.2f}"
                 )
     record |= environment()
     if out is not None:

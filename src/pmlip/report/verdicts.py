@@ -99,7 +99,8 @@ def _outside(inside: Judged, outside: Judged) -> list[tuple[str, str]]:
     error, spread = against["error_ratio"], against["spread_ratio"]
     text = (
         f"On {outside.data} the errors are {error:.2f} times those on {inside.data}, the spread {spread:.2f} times; "
-        f"the spread tells the two apart with AUROC {against['auroc_spread']:.2f} (0.5 is chance). "
+        f"the spread tells the two apart with AUROC {against['auroc_spread']:.2f} (0.5 is chance, "
+        f"the size of the forces alone gives {against['auroc_force']:.2f}). "
     )
     if error < 1.1:
         return [("good", text + "The model is as good there.")]

@@ -1,0 +1,161 @@
+"""What is made of the cells of the silica benchmark: Table 2 and Figure 2 of the paper, for each backbone and data."""
+
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from pmlip.benchmark.publish import Results, empty_figure, over_seeds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TRIVIAL = ["deterministic", "constant", "force-scaled", "confidence"]
+METHODS = [*TRIVIAL, "ensemble", "mc-dropout", "blip", "blip+published", "p"]  # in this order in tables and figures
+
+COLUMNS = {  # name -> title, scale and digits
+    "force_mae": ("F-MAE", 1e3, 1),
+    "force_mae_without_noise": ("z = 0", 1e3, 1),
+    "force_crps": ("F-CRPS", 1e3, 1),
+    "ssr": ("SSR", 1, 2),
+    "spearman": ("Spearman", 1, 2),
+    "spearman_of_force": ("of the force", 1, 2),
+    "energy_crps": ("E-CRPS", 1e3, 2),
+    "energy_ssr": ("E-SSR", 1, 2),
+}
+
+# The paper's Figure 2, mean and standard deviation: F-MAE and F-CRPS in meV/Å, Spearman.
+PAPER_BACKBONE, PAPER_READER = "orb:orb_v3_direct_20_omat", "tan_silica:"
+PAPER_COLUMNS = ("force_mae", "force_crps", "spearman")
+PAPER: dict[tuple[str, int], tuple[tuple[float, float], ...]] = {
+    ("blip", 32): ((6.05, 0.04), (5.78, 0.04), (0.409, 0.003)),
+    ("blip", 128): ((3.27, 0.13), (2.80, 0.20), (0.466, 0.068)),
+    ("blip", 1024): ((1.61, 0.00), (1.16, 0.01), (0.751, 0.004)),
+    ("p", 32): ((2.39, 0.13), (1.94, 0.15), (0.855, 0.027)),
+    ("p", 128): ((1.86, 0.14), (1.48, 0.09), (0.845, 0.044)),
+    ("p", 1024): ((1.38, 0.05), (0.958, 0.010), (0.836, 0.016)),
+}
+
+
+def summary(results: Results) -> list[dict[str, Any]]:
+    """Mean and standard deviation over seeds for each backbone, data, size and method.
+
+    The paper's values stand beside ours where backbone and data are its own.
+    """
+    groups: dict[tuple[str, str, int, int], list[dict[str, Any]]] = {}
+    for result in results.values():
+        cell = result["cell"]
+        key = (cell["backbone"], cell["data"], cell["size"], METHODS.index(cell["method"]))
+        groups.setdefault(key, []).append(result)
+    rows = []
+    for (backbone, data, size, number), found in sorted(groups.items()):
+        method = METHODS[number]
+        row: dict[str, Any] = {"backbone": backbone, "data": data, "size": size, "method": method, "seeds": len(found)}
+        row["samples"] = found[0]["samples"]
+        for name in COLUMNS:
+            values = [result["test"][name] for result in found if name in result["test"]]
+            if values:
+                row[name] = over_seeds(values)
+        if backbone == PAPER_BACKBONE and found[0]["settings"]["data"].startswith(PAPER_READER):
+            for name, (mean, std) in zip(PAPER_COLUMNS, PAPER.get((method, size), ()), strict=False):
+                row[f"paper_{name}"] = {"mean": mean / COLUMNS[name][1], "std": std / COLUMNS[name][1]}
+        row["unseen"] = {
+            place: {
+                name: statistics.mean(result["unseen"][place][name] for result in found)
+                for name in found[0]["unseen"][place]
+            }
+            for place in found[0]["unseen"]
+        }
+        for part in ("training", "prediction"):
+            row[f"{part}_seconds"] = statistics.mean(result[part]["seconds"] for result in found)
+            row[f"{part}_passes"] = statistics.mean(result[part]["passes"] for result in found)
+        rows.append(row)
+    return rows
+
+
+def _value(row: dict[str, Any], name: str) -> str:
+    _, scale, digits = COLUMNS[name]
+
+    def text(value: dict[str, float]) -> str:
+        spread = f" ± {scale * value['std']:.{digits}f}" if value["std"] else ""
+        return f"{scale * value['mean']:.{digits}f}{spread}"
+
+    paper = f" (paper {text(row[f'paper_{name}'])})" if f"paper_{name}" in row else ""
+    return text(row[name]) + paper if name in row else ""
+
+
+def _by_place(results: Results) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The rows of the summary for each backbone and data."""
+    rows = summary(results)
+    places = sorted({(row["backbone"], row["data"]) for row in rows})
+    return {place: [row for row in rows if (row["backbone"], row["data"]) == place] for place in places}
+
+
+def _markdown(heading: list[str], lines: list[list[Any]]) -> str:
+    rows = [heading, ["---"] * len(heading), *lines]
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows) + "\n"
+
+
+def table(results: Results) -> str:
+    """Table 2 as Markdown, one for each backbone and data: forces in meV/Å, energies in meV/atom."""
+    titles = [title for title, _, _ in COLUMNS.values()]
+    heading = ["n", "method", "K", *titles, "passes and seconds of training", "of prediction", "seeds"]
+    parts = []
+    for (backbone, data), rows in _by_place(results).items():
+        lines = [
+            [
+                *(row["size"], row["method"], row["samples"]),
+                *(_value(row, name) for name in COLUMNS),
+                *(f"{row[f'{part}_passes']:.1e}, {row[f'{part}_seconds']:.0f}" for part in ("training", "prediction")),
+                row["seeds"],
+            ]
+            for row in rows
+        ]
+        parts.append(f"{backbone} on {data}:\n\n{_markdown(heading, lines)}")
+    return "\n".join(parts)
+
+
+def unseen_table(results: Results) -> str:
+    """Out of distribution, as Markdown: does the spread rise where the error does?"""
+    parts = []
+    for (backbone, data), rows in _by_place(results).items():
+        rows = [row for row in rows if any("auroc_spread" in scores for scores in row["unseen"].values())]
+        if not rows:
+            continue
+        places = list(rows[0]["unseen"])
+        lines = [[row["size"], row["method"], *(_apart(row["unseen"][place]) for place in places)] for row in rows]
+        parts.append(f"{backbone} on {data}:\n\n{_markdown(['n', 'method', *places], lines)}")
+    return "\n".join(parts)
+
+
+def _apart(scores: dict[str, float]) -> str:
+    auroc = f"{scores['auroc_spread']:.2f} (of the force {scores['auroc_force']:.2f})"
+    return (
+        f"{auroc}; error x {scores['error_ratio']:.1f}, spread x {scores['spread_ratio']:.1f}; SSR {scores['ssr']:.2f}"
+    )
+
+
+def figure(results: Results) -> "Figure":
+    """Figure 2: accuracy, score, calibration and ranking against the size of the training set, a row per data set."""
+    places = _by_place(results)
+    shown = ("force_mae", "force_crps", "ssr", "spearman")
+    picture = empty_figure(3.4 * len(shown), 3.2 * len(places))
+    for line, (place, rows) in enumerate(places.items()):
+        for column, name in enumerate(shown):
+            title, scale, _ = COLUMNS[name]
+            axes = picture.add_subplot(len(places), len(shown), len(shown) * line + column + 1)
+            for number, method in enumerate(METHODS):
+                for key, style in ((name, "o-"), (f"paper_{name}", "s--")):
+                    found = [row for row in rows if row["method"] == method and key in row]
+                    if not found:
+                        continue
+                    sizes = [row["size"] for row in found]
+                    mean, std = ([scale * row[key][part] for row in found] for part in ("mean", "std"))
+                    label = method if key == name else f"{method}, paper"
+                    axes.errorbar(sizes, mean, yerr=std, fmt=style, color=f"C{number}", label=label, capsize=3)
+            if name == "ssr":
+                axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
+            axes.set(xscale="log", xlabel="training structures", title=title + (", meV/Å" if scale > 1 else ""))
+            if column == 0:
+                axes.set_ylabel(" on ".join(place))
+            if column == 1:
+                axes.legend(fontsize=7)
+    return picture

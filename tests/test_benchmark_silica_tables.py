@@ -1,0 +1,62 @@
+import pytest
+
+from pmlip import methods
+from pmlip.benchmark.runner import Cell
+from pmlip.benchmark.silica import VARIANTS
+from pmlip.benchmark.silica_tables import METHODS, figure, summary, table, unseen_table
+
+
+def result(method, seed, crps, *, backbone="chgnet", data="silica-pbe", size=32):
+    scores = {"force_mae": 0.04, "force_crps": crps, "spearman": 0.8, "ssr": 0.9, "energy_crps": 0.001}
+    outside = {"auroc_spread": 0.75, "auroc_force": 0.7, "error_ratio": 2.0, "spread_ratio": 1.5, "ssr": 0.6}
+    cost = {"passes": 100, "seconds": 2.0}
+    return Cell(f"{backbone}-{data}-{method}".replace(":", "_"), size, seed), {
+        "cell": {"backbone": backbone, "data": data, "method": method, "size": size, "seed": seed},
+        "samples": 32,
+        "test": scores,
+        "unseen": {"hot": outside},
+        "training": cost,
+        "prediction": cost,
+        "settings": {"data": data},
+    }
+
+
+@pytest.fixture
+def results():
+    return dict([result("p", 0, 0.02), result("p", 1, 0.03), result("constant", 0, 0.035)])
+
+
+def test_seeds_are_averaged(results):
+    constant, of_p = summary(results)
+    assert (of_p["method"], of_p["size"], of_p["seeds"]) == ("p", 32, 2)
+    assert of_p["force_crps"] == pytest.approx({"mean": 0.025, "std": 0.01 / 2**0.5})
+    assert constant["unseen"]["hot"]["auroc_spread"] == 0.75
+    assert "chgnet on silica-pbe:" in table(results)
+    assert "| 32 | p | 32 | 40.0 |  | 25.0 ± 7.1 | 0.90 | 0.80 |" in table(results)
+    assert "| 32 | p | 0.75 (of the force 0.70); error x 2.0, spread x 1.5; SSR 0.60 |" in unseen_table(results)
+
+
+def test_the_papers_values_stand_only_beside_its_own_backbone_and_data(results):
+    backbone = "orb:orb_v3_direct_20_omat"
+    results |= dict([result("p", 0, 0.02, backbone=backbone)])
+    assert "paper" not in table(results)
+    own = result("p", 0, 0.02, backbone=backbone, data="train")
+    own[1]["settings"]["data"] = "tan_silica:train.xyz"
+    results |= dict([own])
+    assert table(results).count("paper") == 3
+    assert "20.0 (paper 1.9 ± 0.1)" in table(results)
+
+
+def test_every_method_has_its_place():
+    assert sorted(METHODS) == sorted([*methods.available(), *VARIANTS])
+
+
+def test_the_figure_has_a_row_for_each_backbone_and_data(results):
+    pytest.importorskip("matplotlib", reason="figures need matplotlib")
+    results |= dict([result("p", 0, 0.02, data="edi")])
+    assert [axes.get_title() for axes in figure(results).axes] == 2 * [
+        "F-MAE, meV/Å",
+        "F-CRPS, meV/Å",
+        "SSR",
+        "Spearman",
+    ]
