@@ -51,7 +51,7 @@ def test_from_end_to_end(tmp_path):
     assert "ssr" not in plain["test"]
     assert plain["training"]["passes"] * 4 == cell["training"]["passes"]
     table = (tmp_path / "table.md").read_text()
-    assert table.count("\n") == 2 + 4
+    assert table.count("\n") == 4 + 4
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     around, three = (json.loads((tmp_path / f"chgnet-small-{name}-6-0.json").read_text()) for name in COMPOSED)
     assert around["test"]["force_mae_without_noise"] == plain["test"]["force_mae"]  # the same potential
