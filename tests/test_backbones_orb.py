@@ -183,8 +183,9 @@ def test_a_compiled_orb_keeps_its_noise():
 def test_the_confidence_head_becomes_a_spread():
     """Expected errors lie within the head's bins, and the width on each atom is proportional to them."""
     from pmlip import methods
+    from pmlip.config import FinetuneConfig
     from pmlip.datasets import silica_pbe
-    from pmlip.training import FinetuneConfig, finetune
+    from pmlip.training import finetune
 
     data = silica_pbe("train")[:6]
     backbone = small("direct")

@@ -8,7 +8,7 @@ from pmlip import datasets
 from pmlip.benchmark.runner import Cell
 from pmlip.benchmark.silica import SilicaSettings, made_of, splits, work
 from pmlip.cli import app
-from pmlip.training import FinetuneConfig
+from pmlip.config import FinetuneConfig
 from test_backbones_orb import WIDTHS, small
 from test_datasets import in_kcal, silica
 

@@ -194,7 +194,7 @@ def test_a_checkpoint_of_another_backbone_is_refused(finetuned, tmp_path):
 
 
 def test_every_setting_has_its_meaning_in_the_help():
-    from pmlip.training import FinetuneConfig
+    from pmlip.config import FinetuneConfig
 
     options = {option.name: option.help for option in get_command(app).commands["finetune"].params}
     for name in FinetuneConfig.__dataclass_fields__:

@@ -8,8 +8,9 @@ import torch
 
 import pmlip
 from pmlip import methods
+from pmlip.config import FinetuneConfig
 from pmlip.structures import labels
-from pmlip.training import FinetuneConfig, finetune
+from pmlip.training import finetune
 from test_training import molecules
 from tiny import tiny_backbone
 

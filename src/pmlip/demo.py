@@ -9,12 +9,13 @@ from rich.table import Table
 
 from pmlip import datasets
 from pmlip.backbones import load_backbone
+from pmlip.config import FinetuneConfig
 from pmlip.evaluation import compare, evaluate
 from pmlip.files import atomic_write
 from pmlip.model import Potential, perturb
 from pmlip.report import Judged, check_installed, plots, write_report
 from pmlip.structures import labels
-from pmlip.training import FinetuneConfig, finetune
+from pmlip.training import finetune
 
 TRAINING, VALIDATION = 64, 16  # structures
 TEST_SAMPLES = 16

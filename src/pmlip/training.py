@@ -1,13 +1,9 @@
 """Fine-tuning: one plain loop. It is deterministic, goes on where it was stopped, and runs on one process or many."""
 
-import contextlib
 import copy
-import json
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,79 +15,18 @@ from ase import Atoms
 from torch import Tensor, nn
 
 from pmlip import losses
-from pmlip.files import atomic_write
+from pmlip.config import FinetuneConfig
 from pmlip.methods.base import Method
 from pmlip.references import fit_offsets
 from pmlip.rotation import random_rotation, rotated
-from pmlip.structures import LABELS, as_structures, check_labels, fingerprint, labels
+from pmlip.runstate import read_state, uninterrupted, write_state
+from pmlip.structures import as_structures, check_labels, fingerprint, labels
 
 if TYPE_CHECKING:  # it takes seconds to import
     from lightning_fabric import Fabric
 
 DEFAULT_ERROR = 0.05  # eV/Å, of forces that are not learned from
 SAVE_EVERY = 60.0  # seconds between two saves of the state of a run
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinetuneConfig:
-    steps: int | None = None  # of the optimiser in all; None: about 600, and at least 10 passes over the training set
-    epochs: int | None = None  # passes over the training set, instead of steps
-    batch: int = 4  # structures in a step, over all processes
-    samples: int = 4  # noise draws per structure in the loss
-    backbone_rate: float | None = None  # learning rate of the backbone's own weights; None: what suits this potential
-    noise_rate: float | None = None  # of what comes with the method; None: by how the potential responds to noise
-    warm_up: float = 0.2  # share of the steps in which the rates rise; then they fall as a cosine
-    clip: float = 10.0  # largest norm of the gradient
-    average: float = 0.98  # decay of the running mean of the weights, which is what is kept
-    energy: float = 0.05  # weight of the energies, each term measured in units of its error before fine-tuning
-    forces: float = 1.0  # weight of the forces
-    stress: float = 0.05  # weight of the stress
-    fairness: float = 1.0  # below 1 the almost-fair CRPS; above 1 a spread is rewarded more than is proper
-    offsets: bool = True  # fit an energy per element to the training set first
-    rotate: bool | None = None  # turn structures at random; None: where the backbone is not equivariant
-    freeze_backbone: bool = False  # train what comes with the method alone
-    missing: bool = False  # whether a structure may lack a label that others carry
-    validations: int = 10  # how often the validation set is scored
-    validation_samples: int = 16  # noise draws per structure in that score
-    patience: int | None = None  # stop after so many validations without a better score; None: never
-    chunk: int | None = None  # samples in one pass of a step; None: all. Fewer need less memory and one pass more
-    seed: int = 0  # of batches, rotations, noise, and what is held out
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "samples", "validations", "validation_samples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("steps", "epochs", "patience", "chunk"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.steps is not None and self.epochs is not None:
-            raise ValueError(f"give steps or epochs, not both, got steps={self.steps} and epochs={self.epochs}")
-        for name in ("fairness", "seed"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        for name in ("backbone_rate", "noise_rate", "clip"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if not 0 <= self.average < 1:
-            raise ValueError(f"average must lie in [0, 1), got {self.average}")
-        losses.check_weights(self.weights, allowed=dict.fromkeys(LABELS))
-
-    @property
-    def weights(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in LABELS}
-
-    @property
-    def learned(self) -> list[str]:
-        """The labels that have a weight."""
-        return [name for name, weight in self.weights.items() if weight > 0]
-
-    def steps_for(self, structures: int) -> int:
-        """Steps in all for a training set of this size."""
-        if self.steps is not None:
-            return self.steps
-        per_epoch = math.ceil(structures / self.batch)
-        epochs = max(10, math.ceil(600 / per_epoch)) if self.epochs is None else self.epochs
-        return epochs * per_epoch
 
 
 @dataclass(frozen=True)
@@ -184,7 +119,7 @@ class _Run:
         made_from = {"method": type(model).__name__, "origin": asdict(model.origin), "settings": model.settings()}
         self.identity: dict[str, Any] = {"model": made_from, "config": asdict(config)}
         self.identity |= {"train": fingerprint(train), "valid": fingerprint(valid)}
-        stored = self._stored()
+        stored = read_state(self.state_file, self.identity, fabric.device) if self.state_file else None
         if stored:
             self.offsets, self.scales, self.noise_rate = stored["offsets"], stored["scales"], stored["noise_rate"]
         else:
@@ -258,7 +193,7 @@ class _Run:
         self.model.train()
         try:
             while self.step < self.steps and not self._out_of_patience:
-                with _uninterrupted():
+                with uninterrupted():
                     latest = self._train_step()
                     self.step += 1
                     if self.valid and self.step in checkpoints:
@@ -396,9 +331,7 @@ class _Run:
     def _save(self) -> None:
         if self.state_file is None or self.fabric.global_rank:
             return
-        content = {
-            "format": "pmlip-run",
-            "version": 1,
+        state = {
             "identity": self.identity,
             "offsets": self.offsets,
             "scales": self.scales,
@@ -413,30 +346,7 @@ class _Run:
             "averaged": self.averaged,
             "optimizer": self.optimizer.state_dict(),
         }
-        self.state_file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(self.state_file) as file:
-            torch.save(content, file)
-        with atomic_write(self.state_file.with_name("log.jsonl")) as file:
-            file.writelines(json.dumps(line).encode() + b"\n" for line in self.log)
-
-    def _stored(self) -> dict[str, Any] | None:
-        """The state of the run that was stopped here, if it is this one."""
-        if self.state_file is None or not self.state_file.exists():
-            return None
-        try:
-            content = torch.load(self.state_file, map_location=self.fabric.device, weights_only=True)
-        except Exception as error:  # torch raises a different type for every way a file can be broken
-            raise ValueError(f"{self.state_file} is damaged; remove it to start anew") from error
-        for name, value in self.identity.items():
-            if content["identity"].get(name) != value:
-                names = {"model": "another model", "config": "other settings"}
-                names |= {"train": "other training data", "valid": "other validation data"}
-                raise ValueError(
-                    f"{self.state_file} belongs to a run with {names[name]}; give another folder with --out, or remove "
-                    "the file to start anew"
-                )
-        state: dict[str, Any] = content
-        return state
+        write_state(self.state_file, state)
 
     def _restore(self, stored: dict[str, Any]) -> None:
         self.model.load_state_dict(stored["model"])
@@ -444,19 +354,3 @@ class _Run:
         self.averaged = stored["averaged"]
         self.step, self.best, self.worse = stored["step"], stored["best"], stored["worse"]
         self.log, self.best_state, self.spent = stored["log"], stored["best_state"], stored["seconds"]
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """An interruption takes effect at the end of the block: half a step would be a state no run has."""
-    if threading.current_thread() is not threading.main_thread():  # others get no signals
-        yield
-        return
-    pressed = []
-    before = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if pressed:
-        raise KeyboardInterrupt

@@ -19,12 +19,13 @@ from pmlip.benchmark.publish import check_installed, publish
 from pmlip.benchmark.record import environment, slug
 from pmlip.benchmark.runner import Cell, read_cells, run_cells, run_rounds
 from pmlip.benchmark.silica_tables import figure, summary, table
+from pmlip.config import FinetuneConfig
 from pmlip.evaluation import Evaluation, compare, evaluate
 from pmlip.methods import Method
 from pmlip.methods.ensemble import Ensemble
 from pmlip.model import load
 from pmlip.structures import fingerprint, require_labels
-from pmlip.training import FinetuneConfig, finetune
+from pmlip.training import finetune
 
 SHIPPED = "silica-pbe"
 

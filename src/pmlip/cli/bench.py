@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from pmlip.cli.options import Trust, Weights, one_sentence
-from pmlip.training import FinetuneConfig
+from pmlip.config import FinetuneConfig
 
 bench = typer.Typer(no_args_is_help=True, help="Benchmarks; each writes result files.")
 

@@ -21,7 +21,7 @@ from pmlip.cli.options import (
     options_of,
     print_json,
 )
-from pmlip.training import FinetuneConfig
+from pmlip.config import FinetuneConfig
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -18,11 +18,12 @@ from pmlip import methods
 from pmlip.backbones import load_backbone
 from pmlip.benchmark.record import environment
 from pmlip.commands.checks import check_structures, chosen, in_file
+from pmlip.config import FinetuneConfig
 from pmlip.files import write_json
 from pmlip.progress import progress_bar
 from pmlip.reading import read_structures
 from pmlip.structures import check_labels, fingerprint
-from pmlip.training import FinetuneConfig, Finetuned, finetune, seconds_per_step
+from pmlip.training import Finetuned, finetune, seconds_per_step
 
 
 def run(

@@ -1,0 +1,69 @@
+"""The settings of a fine-tuning, checked when they are made."""
+
+import math
+from dataclasses import dataclass
+
+from pmlip import losses
+from pmlip.structures import LABELS
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig:
+    steps: int | None = None  # of the optimiser in all; None: about 600, and at least 10 passes over the training set
+    epochs: int | None = None  # passes over the training set, instead of steps
+    batch: int = 4  # structures in a step, over all processes
+    samples: int = 4  # noise draws per structure in the loss
+    backbone_rate: float | None = None  # learning rate of the backbone's own weights; None: what suits this potential
+    noise_rate: float | None = None  # of what comes with the method; None: by how the potential responds to noise
+    warm_up: float = 0.2  # share of the steps in which the rates rise; then they fall as a cosine
+    clip: float = 10.0  # largest norm of the gradient
+    average: float = 0.98  # decay of the running mean of the weights, which is what is kept
+    energy: float = 0.05  # weight of the energies, each term measured in units of its error before fine-tuning
+    forces: float = 1.0  # weight of the forces
+    stress: float = 0.05  # weight of the stress
+    fairness: float = 1.0  # below 1 the almost-fair CRPS; above 1 a spread is rewarded more than is proper
+    offsets: bool = True  # fit an energy per element to the training set first
+    rotate: bool | None = None  # turn structures at random; None: where the backbone is not equivariant
+    freeze_backbone: bool = False  # train what comes with the method alone
+    missing: bool = False  # whether a structure may lack a label that others carry
+    validations: int = 10  # how often the validation set is scored
+    validation_samples: int = 16  # noise draws per structure in that score
+    patience: int | None = None  # stop after so many validations without a better score; None: never
+    chunk: int | None = None  # samples in one pass of a step; None: all. Fewer need less memory and one pass more
+    seed: int = 0  # of batches, rotations, noise, and what is held out
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "samples", "validations", "validation_samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("steps", "epochs", "patience", "chunk"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(f"give steps or epochs, not both, got steps={self.steps} and epochs={self.epochs}")
+        for name in ("fairness", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name in ("backbone_rate", "noise_rate", "clip"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if not 0 <= self.average < 1:
+            raise ValueError(f"average must lie in [0, 1), got {self.average}")
+        losses.check_weights(self.weights, allowed=dict.fromkeys(LABELS))
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in LABELS}
+
+    @property
+    def learned(self) -> list[str]:
+        """The labels that have a weight."""
+        return [name for name, weight in self.weights.items() if weight > 0]
+
+    def steps_for(self, structures: int) -> int:
+        """Steps in all for a training set of this size."""
+        if self.steps is not None:
+            return self.steps
+        per_epoch = math.ceil(structures / self.batch)
+        epochs = max(10, math.ceil(600 / per_epoch)) if self.epochs is None else self.epochs
+        return epochs * per_epoch

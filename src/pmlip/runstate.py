@@ -1,0 +1,59 @@
+"""The state of a fine-tuning in its file, from which an interrupted run goes on."""
+
+import contextlib
+import json
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pmlip.files import atomic_write
+
+VERSION = 1
+
+
+def write_state(file: Path, state: Mapping[str, Any]) -> None:
+    """Write the state, and beside it the run's log as JSON lines."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(file) as opened:
+        torch.save({"format": "pmlip-run", "version": VERSION, **state}, opened)
+    with atomic_write(file.with_name("log.jsonl")) as opened:
+        opened.writelines(json.dumps(line).encode() + b"\n" for line in state["log"])
+
+
+def read_state(file: Path, identity: Mapping[str, Any], device: torch.device) -> dict[str, Any] | None:
+    """The state of the run that was stopped here; None if there was none. Refuses that of another run."""
+    if not file.exists():
+        return None
+    try:
+        state: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
+    except Exception as error:  # torch raises a different type for every way a file can be broken
+        raise ValueError(f"{file} is damaged; remove it to start anew") from error
+    for name, value in identity.items():
+        if state["identity"].get(name) != value:
+            names = {"model": "another model", "config": "other settings"}
+            names |= {"train": "other training data", "valid": "other validation data"}
+            raise ValueError(
+                f"{file} belongs to a run with {names[name]}; give another folder with --out, or remove the file to "
+                "start anew"
+            )
+    return state
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """An interruption takes effect at the end of the block: half a step would be a state no run has."""
+    if threading.current_thread() is not threading.main_thread():  # others get no signals
+        yield
+        return
+    pressed = []
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
