@@ -45,6 +45,8 @@ def test_from_end_to_end(tmp_path):
     assert cell["cell"] == {"backbone": "chgnet", "data": "small", "method": "p", "size": 6, "seed": 0}
     assert {"force_mae", "force_crps", "spearman", "ssr", "energy_crps", "spearman_of_force"} <= cell["test"].keys()
     assert cell["samples"] == 4
+    ratio = cell["test"]["force_spread"] / cell["test_as_trained"]["force_spread"]
+    assert ratio == pytest.approx(cell["spread_factor"], rel=1e-4)
     assert cell["settings"]["data"] == "small.extxyz"
     assert 0 <= cell["unseen"]["hot"]["auroc_spread"] <= 1
     plain = json.loads((tmp_path / "chgnet-small-deterministic-6-0.json").read_text())

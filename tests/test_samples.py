@@ -53,3 +53,10 @@ def test_an_output_that_is_not_there_is_refused():
 def test_mean_per_system_weighs_entries_alike():
     values = torch.tensor([[1.0, 3.0], [5.0, 7.0], [10.0, 20.0]])
     assert mean_per_system(values, SYSTEM, 2).tolist() == [4.0, 15.0]
+
+
+def test_scaling_keeps_the_mean():
+    samples = Samples({"forces": torch.randn(5, 4, 3, dtype=torch.float64)}, torch.tensor([0, 0, 1, 1]))
+    scaled = samples.scaled(1.7)
+    assert torch.allclose(scaled.mean.forces, samples.mean.forces)
+    assert torch.allclose(scaled.spread.forces, 1.7 * samples.spread.forces)

@@ -26,7 +26,12 @@ class Evaluation:
     spread: np.ndarray  # (structure,) root mean square spread of the force components
     error: np.ndarray  # (structure,) root mean square error of the force components
     drawn: Samples = field(repr=False)
+    point: Outputs = field(repr=False)  # the prediction without noise
     target: Outputs = field(repr=False)
+
+    def scaled(self, factor: float) -> "Evaluation":
+        """The same with the spread times this factor, about the mean."""
+        return _judged(self.drawn.scaled(factor), self.point, self.target, self.seconds)
 
 
 def evaluate(
@@ -47,18 +52,21 @@ def evaluate(
     began = time.perf_counter()
     drawn = model.sample(listed, samples=count, seed=seed, progress=progress)
     seconds = time.perf_counter() - began
-    point = model.predict(listed)
+    return _judged(drawn, model.predict(listed), target, seconds)
+
+
+def _judged(drawn: Samples, point: Outputs, target: Outputs, seconds: float) -> Evaluation:
     result = {}
     for name in LABELS:
         if name in drawn and bool(target[name].isfinite().any()):
             result[name] = _scores(name, drawn, point, target)
-    has_spread = count > 1 and drawn.trained
+    has_spread = drawn.count > 1 and drawn.trained
     squares = (drawn.mean.forces.double() - target.forces).square()
     variance = drawn.spread.forces.double().square() if has_spread else torch.zeros_like(squares)
     error, spread = (
-        mean_per_system(values, drawn.system, len(listed)).sqrt().numpy() for values in (squares, variance)
+        mean_per_system(values, drawn.system, drawn.systems).sqrt().numpy() for values in (squares, variance)
     )
-    return Evaluation(count, len(listed), result, seconds, spread, error, drawn, target)
+    return Evaluation(drawn.count, drawn.systems, result, seconds, spread, error, drawn, point, target)
 
 
 def _scores(name: str, drawn: Samples, point: Outputs, target: Outputs) -> dict[str, float]:

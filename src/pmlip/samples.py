@@ -91,6 +91,11 @@ class Samples(Outputs):
             raise ValueError(f"there are {self.count} samples, so a subset has 1 to {self.count}, not {samples}")
         return Samples({name: value[:samples] for name, value in self.items()}, self.system, trained=self.trained)
 
+    def scaled(self, factor: float) -> "Samples":
+        """The same mean, and the spread times this factor."""
+        named = {name: value.mean(0) + factor * (value - value.mean(0)) for name, value in self.items()}
+        return Samples(named, self.system, trained=self.trained)
+
 
 def mean_per_system(values: Tensor, system: Tensor, systems: int) -> Tensor:
     """Mean of a per-atom quantity (..., atom, component) over the entries of each system: (..., system)."""

@@ -49,7 +49,7 @@ class CHGNetBackbone(Backbone):
     name = "chgnet"
     equivariant = True
     conservative = True
-    rate = 1e-3
+    rate = 3e-3
     module: CHGNet
 
     def __init__(self, module: CHGNet, variant: str) -> None:

@@ -190,13 +190,8 @@ def _spread_factor(method: Method, valid: Trajectories, settings: NBodySettings)
         return None
     drawn = method.sample(valid, samples=settings.validation_samples)
     factor = best_factor(drawn.positions, valid.target.flatten(0, 1))
-    scores = judge(_scaled(drawn, factor), valid)
+    scores = judge(drawn.scaled(factor), valid)
     return {"spread_factor": factor, **scores}
-
-
-def _scaled(samples: Samples, factor: float) -> Samples:
-    mean = samples.positions.mean(0)
-    return Samples({"positions": mean + factor * (samples.positions - mean)}, samples.system)
 
 
 def _tests(
@@ -218,15 +213,15 @@ def _tests(
     result: dict[str, Any] = {
         "samples": samples,
         "spread_factor": factor,
-        "test": judge(_scaled(test, factor), data),
+        "test": judge(test.scaled(factor), data),
         "test_as_trained": judge(test, data),
-        "out_of_distribution": judge(_scaled(outside, factor), unseen),
+        "out_of_distribution": judge(outside.scaled(factor), unseen),
         "out_of_distribution_as_trained": judge(outside, unseen),
         "equivariance_error": equivariance_error(method, data.part(0, 100)),
         "prediction": {"seconds": seconds, "passes": samples * len(data)},
     }
     if samples > 3:
-        result["test_three_samples"] = judge(_scaled(test, factor).subset(3), data)
+        result["test_three_samples"] = judge(test.scaled(factor).subset(3), data)
     if method.fixed_samples is None:
         with torch.no_grad():
             point = method.run(data, [None]).flatten(1, 2)

@@ -19,12 +19,13 @@ from pmlip.benchmark.publish import check_installed, publish
 from pmlip.benchmark.record import environment, slug
 from pmlip.benchmark.runner import Cell, read_cells, run_cells, run_rounds
 from pmlip.benchmark.silica_tables import figure, summary, table
+from pmlip.calibration import best_factor
 from pmlip.config import FinetuneConfig
 from pmlip.evaluation import Evaluation, compare, evaluate
 from pmlip.methods import Method
 from pmlip.methods.ensemble import Ensemble
 from pmlip.model import load
-from pmlip.structures import fingerprint, require_labels
+from pmlip.structures import fingerprint, labels, require_labels
 from pmlip.training import finetune
 
 SHIPPED = "silica-pbe"
@@ -202,33 +203,40 @@ def work(cell: Cell, *, settings: SilicaSettings, folder: Path) -> dict[str, Any
     data = splits(cell.size, settings)
     if parts := made_of(cell):
         plain = [_fine_tuned(part, data, settings, folder) for part in parts]
-        model, training = (
-            _put_together(_method(cell), plain, data),
-            _summed([part.record["training"] for part in plain]),
-        )
+        model = _put_together(_method(cell), plain, data)
+        training = _summed([part.record["training"] for part in plain])
     else:
         model = _fine_tuned(cell, data, settings, folder)
         training = model.record["training"]
-    inside = evaluate(model, data.test, samples=settings.test_samples)
+    factor = _spread_factor(model, data.valid, settings)
+    as_trained = evaluate(model, data.test, samples=settings.test_samples)
+    inside = as_trained.scaled(factor)
+    named = {"backbone": settings.backbone, "data": _stem(settings.data), "method": _method(cell)}
     result: dict[str, Any] = {
-        "cell": {
-            "backbone": settings.backbone,
-            "data": _stem(settings.data),
-            "method": _method(cell),
-            "size": cell.size,
-        }
-        | {"seed": cell.seed},
+        "cell": named | {"size": cell.size, "seed": cell.seed},
         "samples": inside.samples,
+        "spread_factor": factor,
         "test": _flat(inside),
+        "test_as_trained": _flat(as_trained),
         "all_scores": inside.scores,
         "unseen": {},
         "training": training,
         "prediction": {"seconds": round(inside.seconds, 1), "passes": inside.samples * inside.structures},
     }
     for place, structures in data.unseen.items():
-        outside = evaluate(model, structures, samples=settings.test_samples)
+        outside = evaluate(model, structures, samples=settings.test_samples).scaled(factor)
         result["unseen"][place] = _flat(outside) | (compare(inside, outside) if inside.spread.any() else {})
     return {**result, "settings": _described(settings, cell, fingerprint(data.everything)[:16]), **environment()}
+
+
+def _spread_factor(model: Method, valid: Sequence[Atoms], settings: SilicaSettings) -> float:
+    """The factor for the spread that suits the forces of the validation data best.
+
+    1 for the Gaussians, which are fitted to them already, and where the samples are too few to tell.
+    """
+    if model.fixed_samples is not None or model.needs_validation:
+        return 1.0
+    return best_factor(model.sample(valid, samples=settings.test_samples).forces.double(), labels(valid).forces)
 
 
 def _fine_tuned(cell: Cell, data: Splits, settings: SilicaSettings, folder: Path) -> Method:

@@ -16,6 +16,7 @@ COLUMNS = {  # name -> title, scale and digits
     "force_mae_without_noise": ("z = 0", 1e3, 1),
     "force_crps": ("F-CRPS", 1e3, 1),
     "ssr": ("SSR", 1, 2),
+    "ssr_as_trained": ("as trained", 1, 2),
     "spearman": ("Spearman", 1, 2),
     "spearman_of_force": ("of the force", 1, 2),
     "energy_crps": ("E-CRPS", 1e3, 2),
@@ -51,7 +52,9 @@ def summary(results: Results) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"backbone": backbone, "data": data, "size": size, "method": method, "seeds": len(found)}
         row["samples"] = found[0]["samples"]
         for name in COLUMNS:
-            values = [result["test"][name] for result in found if name in result["test"]]
+            place = "test_as_trained" if name.endswith("_as_trained") else "test"
+            score = name.removesuffix("_as_trained")
+            values = [result[place][score] for result in found if score in result[place]]
             if values:
                 row[name] = over_seeds(values)
         if backbone == PAPER_BACKBONE and found[0]["settings"]["data"].startswith(PAPER_READER):
