@@ -1,3 +1,4 @@
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -223,3 +224,15 @@ def test_the_table_of_parameters_is_the_papers():
 def test_bad_input_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling needs g++")
+def test_a_compiled_network_trains_alike(monkeypatch):
+    ends = []
+    for compile_from in (1000, 1):
+        monkeypatch.setattr("pmlip.nbody.training.COMPILE_FROM", compile_from)
+        method = pegnn(start=0.1)
+        done = train(method, data(), Recipe(shrink=0.0, epochs=8, batch=20), seed=0)
+        assert (method.network._compiled_call_impl is not None) == (compile_from == 1)
+        ends.append(done.method.sample(data(), samples=3).positions)
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-4)
