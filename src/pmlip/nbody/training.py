@@ -56,6 +56,14 @@ class Training:
     passes: int  # trajectories through the network and back
 
 
+def compile_network(method: Method) -> bool:
+    """Compile the network of a method where that pays and can be done; whether it was."""
+    if not method.compiles or shutil.which("g++") is None:
+        return False
+    method.get_submodule("network").compile(dynamic=False)
+    return True
+
+
 def train(
     method: Method,
     data: Trajectories,
@@ -85,8 +93,8 @@ def train(
         optimizer, recipe.learning_rate, total_steps=epochs * steps, pct_start=recipe.warm_up
     )
     averaged = copy.deepcopy(method)
-    if method.compiles and epochs * steps >= COMPILE_FROM and shutil.which("g++"):
-        method.get_submodule("network").compile(dynamic=False)
+    if epochs * steps >= COMPILE_FROM:
+        compile_network(method)
     best, best_crps, worse = averaged, math.inf, 0
     curve, done, passes, began = [], 0, 0, time.process_time()
     for epoch in range(1, epochs + 1):
