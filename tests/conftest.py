@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pmlip.injection import noisy_layers
+from pmlip.model import Potential
 
 # A timing must not decide a test, and a run must not depend on luck.
 hypothesis.settings.register_profile("pmlip", deadline=None, derandomize=True)
@@ -28,4 +29,6 @@ def randomise_noise(model, *, scale=0.3, seed=0):
         with torch.no_grad():
             draw = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(scale * draw / parameter.shape[1] ** 0.5)
+    if isinstance(model, Potential):
+        torch.nn.init.normal_(model.energy_zero, std=0.01, generator=generator)  # eV per atom
     return model

@@ -86,3 +86,18 @@ def test_errors_name_the_structure_as_it_was_given_not_as_it_was_chunked(model):
 def test_bad_input_is_refused(model, call, message):
     with pytest.raises(ValueError, match=message):
         call(model)
+
+
+def test_samples_agree_about_the_zero_of_energies_once_it_is_fitted():
+    """What is common to all structures and linear in z goes; forces, and the prediction without noise, stay."""
+    potential = randomise_noise(pmlip.perturb(tiny_backbone(), noise_dim=4), scale=0.05)
+    structures = [molecule(name) for name in ("H2O", "CH4", "NH3", "C2H6")]
+    before, point = potential.sample(structures, samples=32), potential.predict(structures)
+    potential.fit_energy_zero(structures)
+    after = potential.sample(structures, samples=32)
+    common = [(drawn.energy / drawn.atoms_per_system).mean(1).std() for drawn in (before, after)]
+    assert common[1] < 0.2 * common[0]
+    torch.testing.assert_close(after.forces, before.forces)
+    torch.testing.assert_close(potential.predict(structures).energy, point.energy)
+    folded = potential.fold(sample=5)
+    torch.testing.assert_close(folded(folded.graph(structures))["energy"].detach(), after.energy[5])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pmlip.backbones import Backbone, load_backbone, weights_hash
 from pmlip.files import atomic_write
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: potentials have an energy_zero
 
 
 class CheckpointError(ValueError):

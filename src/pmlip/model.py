@@ -9,6 +9,7 @@ from typing import Any, overload
 import torch
 from ase import Atoms
 from torch import Tensor, nn
+from torch.nn import functional
 
 from pmlip import checkpoint, methods, noise
 from pmlip.backbones.base import Backbone, Graph
@@ -120,6 +121,12 @@ class Potential(Perturbed, Method):
     backbone: Backbone
     trains_on_samples = True
 
+    def __init__(self, backbone: Backbone, sites: tuple[Site, ...], noise_dim: int) -> None:
+        super().__init__(backbone, sites, noise_dim)
+        # The zero of a sample's energies, in eV per atom and unit of z. Noise that moves forces moves all energies
+        # together much more than it moves them apart, and about their zero the data leave no doubt.
+        self.energy_zero = nn.Parameter(torch.zeros_like(self.noise.mixing[0]))
+
     def forward(self, graph: Graph, noise: Tensor | None = None) -> dict[str, Tensor]:  # type: ignore[override]  # not any arguments
         """Outputs with the sample axis first, for noise (sample, noise) or (sample, system, noise); None: z = 0."""
         noise = torch.zeros(1, self.noise.dim) if noise is None else noise
@@ -133,7 +140,14 @@ class Potential(Perturbed, Method):
         samples = len(noise)
         repeated = self.backbone.repeat(graph, samples)
         outputs = super().forward(repeated, noise=noise.flatten(0, 1), rows=repeated.rows)
-        return {name: value.unflatten(0, (samples, -1)) for name, value in outputs.items()}
+        named = {name: value.unflatten(0, (samples, -1)) for name, value in outputs.items()}
+        atoms = torch.bincount(graph.rows["node"], minlength=graph.systems)
+        return named | {"energy": named["energy"] + atoms * self._zero(noise)}
+
+    def _zero(self, noise: Tensor) -> Tensor:
+        """The zero of the energies for draws e (..., noise), in eV per atom."""
+        z = functional.linear(noise.to(self.noise.mixing), self.noise.mixing)
+        return (z @ self.energy_zero).double()
 
     def draw_for_training(self, samples: int, systems: int, generator: torch.Generator) -> Tensor:
         """An independent e for every sample of every system, (sample, system, noise)."""
@@ -141,6 +155,22 @@ class Potential(Perturbed, Method):
 
     def new_parameters(self) -> list[nn.Parameter]:
         return self.noise_parameters()
+
+    def energy_parameters(self) -> list[nn.Parameter]:
+        return [self.energy_zero]
+
+    @torch.no_grad()
+    def fit_energy_zero(self, structures: Sequence[Atoms]) -> None:
+        """Take out of the samples' energies what is linear in z and common to these structures."""
+        # several draws for each of the numbers to be fitted, of a seed that nobody else asks for, in passes of a fixed
+        # size: a resumed run must end with the very same numbers
+        draws = self.draw(4 * self.noise.dim, seed=2**32 - 1)
+        drawn = self._samples(structures, draws, 512, None)
+        common = (drawn.energy / drawn.atoms_per_system).mean(1)
+        z = draws @ self.noise.mixing.cpu().double().T
+        z = z - z.mean(0)
+        slope = torch.linalg.solve(z.T @ z, z.T @ common)
+        self.energy_zero.sub_(slope.to(self.energy_zero))
 
     def rate_for_new(self, structures: Sequence[Atoms], error: float) -> float:
         """0.8 % of the random noise weights with which the spread would be as large as the error.
@@ -174,6 +204,8 @@ class Potential(Perturbed, Method):
         """Sample number `sample` as an ordinary backbone: its own calculator, its own file format."""
         folded = super().fold(sample=sample, seed=seed, kind=kind)
         assert isinstance(folded, Backbone)
+        if zero := self._zero(self.draw(sample + 1, seed=seed, kind=kind)[sample]).item():
+            folded.shift_references(dict.fromkeys(folded.elements, zero))
         return folded
 
     def member(self, number: int, *, seed: int = 0) -> Backbone:
@@ -241,8 +273,11 @@ def load(
     # the precision of the network; a buffer may have one of its own
     weights_of = [content.state[name] for name, _ in model.named_parameters() if name in content.state]
     model.to(next((value.dtype for value in weights_of if value.is_floating_point()), torch.get_default_dtype()))
+    state = dict(content.state)
+    if isinstance(model, Potential):
+        state.setdefault("energy_zero", torch.zeros(model.noise.dim))  # format 1 had none
     try:
-        model.load_state_dict(content.state)
+        model.load_state_dict(state)
     except RuntimeError as error:
         first = str(error).splitlines()[1].strip()
         raise checkpoint.CheckpointError(f"the weights in {path} do not fit this backbone: {first}") from error

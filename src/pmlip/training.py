@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # it takes seconds to import
     from lightning_fabric import Fabric
 
 DEFAULT_ERROR = 0.05  # eV/Å, of forces that are not learned from
+ZERO_SHARE = 0.01  # of the error of the energies before: what the zero of a sample's energies may move in a step
+STRUCTURES_FOR_ZERO = 3  # what all have in common, a few show
 SAVE_EVERY = 60.0  # seconds between two saves of the state of a run
 
 
@@ -161,21 +163,19 @@ class _Run:
         return {name: self.config.weights[name] / scale for name, scale in self.scales.items()}
 
     def _groups(self) -> tuple[list[nn.Parameter], list[dict[str, Any]]]:
-        new = self.model.new_parameters()
-        ids = {id(parameter) for parameter in new}
+        new, zero = self.model.new_parameters(), self.model.energy_parameters()
+        ids = {id(parameter) for parameter in (*new, *zero)}
         own = [parameter for parameter in self.model.parameters() if id(parameter) not in ids]
         own = [] if self.config.freeze_backbone else [parameter for parameter in own if parameter.requires_grad]
         if not own and not new:
             raise ValueError("there is nothing to train: the backbone is frozen, and this method adds no parameters")
-        groups = [
-            {"params": parameters, "lr": rate, "rate": rate}
-            for parameters, rate in (
-                (own, self.config.backbone_rate or self.model.backbone.rate),
-                (new, self.noise_rate),
-            )
-            if parameters
-        ]
-        return [*own, *new], groups
+        rates = (
+            (own, self.config.backbone_rate or self.model.backbone.rate),
+            (new, self.noise_rate),
+            (zero if "energy" in self.scales else [], ZERO_SHARE * self.scales.get("energy", 0.0)),
+        )
+        groups = [{"params": parameters, "lr": rate, "rate": rate} for parameters, rate in rates if parameters]
+        return [parameter for parameters, _ in rates for parameter in parameters], groups
 
     def to_the_end(self, progress: Callable[[int, int, Mapping[str, float]], None]) -> Finetuned:
         began = saved = time.monotonic()
@@ -213,6 +213,8 @@ class _Run:
                 parameter.requires_grad_()
         self._save()
         self.model.load_state_dict(self.best_state or self._averaged_state())
+        if "energy" in self.scales:
+            self.model.fit_energy_zero(self.train[:STRUCTURES_FOR_ZERO])
         best = self.best if self.valid else math.nan
         return Finetuned(self.step, best, self.offsets, self.scales, self.noise_rate, self.log, self.spent)
 

@@ -88,6 +88,11 @@ class Backbone(nn.Module, ABC):
         Forces that are gradients are part of the autograd graph only where gradients are enabled.
         """
 
+    @property
+    @abstractmethod
+    def elements(self) -> Sequence[int]:
+        """The atomic numbers it knows."""
+
     @abstractmethod
     def shift_references(self, offsets: Mapping[int, float]) -> None:
         """Add to the energy of every atom of these elements (atomic number -> eV), in the package's own references."""

@@ -94,10 +94,10 @@ class CHGNetBackbone(Backbone):
         return Graph(batch, {kind: index.to(like.device) for kind, index in rows.items()}, len(singles))
 
     def _single(self, atoms: Atoms, index: int) -> Batch:
-        known = len(self.module.atom_embedding.embedding.weight)
         for atom in atoms:
-            if not 1 <= atom.number <= known:
-                raise StructureError(atoms, index, f"CHGNet does not know {atom.symbol}, only elements 1 to {known}")
+            if atom.number not in self.elements:
+                known = f"only elements 1 to {self.elements[-1]}"
+                raise StructureError(atoms, index, f"CHGNet does not know {atom.symbol}, {known}")
         boxed = Atoms(atoms.numbers, atoms.positions, cell=atoms.cell, pbc=atoms.pbc)
         has_cell = atoms.cell.rank == 3
         if not has_cell:
@@ -186,6 +186,10 @@ class CHGNetBackbone(Backbone):
             reference = module.composition_model.fc.weight[0].double()
             energy = energy.index_add(0, graph.rows["node"], reference[batch.numbers - 1])
         return energy
+
+    @property
+    def elements(self) -> range:
+        return range(1, len(self.module.atom_embedding.embedding.weight) + 1)
 
     def shift_references(self, offsets: Mapping[int, float]) -> None:
         if self.module.composition_model is None:

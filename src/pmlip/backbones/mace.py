@@ -86,6 +86,10 @@ class MACEBackbone(Backbone):
         energy = outputs["node_energy"].double()
         return energy.new_zeros(graph.systems).index_add(0, graph.rows["node"], energy)
 
+    @property
+    def elements(self) -> list[int]:
+        return list(self.species)
+
     def shift_references(self, offsets: Mapping[int, float]) -> None:
         references = self.module.atomic_energies_fn.atomic_energies
         with torch.no_grad():

@@ -33,7 +33,7 @@ try:
 except ImportError as error:
     raise ImportError("backbone 'orb' needs: pip install 'pmlip[orb]'") from error
 
-ELEMENTS = 117  # Orb's embedding has 118 rows and begins at 0
+ELEMENTS = range(1, 118)  # Orb's embedding has 118 rows and begins at 0
 
 
 class EndsLinear(nn.Linear):
@@ -128,8 +128,9 @@ class OrbBackbone(Backbone):
 
     def _single(self, atoms: Atoms, index: int, like: Tensor) -> AtomGraphs:
         for atom in atoms:
-            if not 1 <= atom.number <= ELEMENTS:
-                raise StructureError(atoms, index, f"Orb does not know {atom.symbol}, only elements 1 to {ELEMENTS}")
+            if atom.number not in ELEMENTS:
+                known = f"only elements 1 to {ELEMENTS[-1]}"
+                raise StructureError(atoms, index, f"Orb does not know {atom.symbol}, {known}")
         if atoms.pbc.any() and not (atoms.pbc.all() and atoms.cell.rank == 3):
             raise StructureError(
                 atoms,
@@ -207,6 +208,10 @@ class OrbBackbone(Backbone):
             energy = energy * batch.n_node
         reference = head.reference.linear.weight.flatten().double()
         return energy.index_add(0, graph.rows["node"], reference[batch.atomic_numbers])
+
+    @property
+    def elements(self) -> range:
+        return ELEMENTS
 
     def shift_references(self, offsets: Mapping[int, float]) -> None:
         weight = self.module.heads["energy"].reference.linear.weight

@@ -113,10 +113,18 @@ class SevenNetBackbone(Backbone):
         energy = data[KEY.ATOMIC_ENERGY][:, 0]
         return energy.new_zeros(graph.systems).index_add(0, graph.rows["node"], energy)
 
+    @property
+    def elements(self) -> list[int]:
+        return list(self.module.type_map)
+
     def shift_references(self, offsets: Mapping[int, float]) -> None:
         rescale = self.module.rescale_atomic_energy
         if isinstance(rescale, Rescale):
-            raise ValueError("this SevenNet shifts all elements alike: it has no references for each of them")
+            if len(offsets) < len(self.elements) or len(set(offsets.values())) > 1:
+                raise ValueError("this SevenNet shifts all elements alike: it has no references for each of them")
+            with torch.no_grad():
+                rescale.shift += next(iter(offsets.values()))
+            return
         with torch.no_grad():
             for number, offset in offsets.items():
                 rescale.shift[..., self.module.type_map[number]] += offset

@@ -63,6 +63,13 @@ class Method(nn.Module, ABC):
         """A learning rate for these; error: mean absolute error of the forces before fine-tuning, in eV/Å."""
         return 5e-4
 
+    def energy_parameters(self) -> list[nn.Parameter]:
+        """More new parameters, in eV per atom: they move the zero of a sample's energies."""
+        return []
+
+    def fit_energy_zero(self, structures: Sequence[Atoms]) -> None:
+        """After training: let samples agree about the zero of the energies, as far as that can be had without more."""
+
     def parts(self) -> Sequence["Method"]:
         """What is trained one after the other, each with a seed of its own."""
         return [self]
