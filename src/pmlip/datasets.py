@@ -3,6 +3,8 @@
 A set in a file is asked for as "name:file", for instance "tan_silica:silica_train.xyz"; a plain file is read as it is.
 """
 
+import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -31,8 +33,14 @@ def silica_pbe(part: str) -> list[Atoms]:
     if part not in SILICA_PBE_PARTS:
         hint = did_you_mean(part, SILICA_PBE_PARTS)
         raise ValueError(f"silica_pbe has no part {part!r}; allowed: {', '.join(SILICA_PBE_PARTS)}{hint}")
+    return [copy.deepcopy(atoms) for atoms in _whole_silica_pbe() if atoms.info["part"] == part]
+
+
+@functools.cache
+def _whole_silica_pbe() -> list[Atoms]:
+    # to read it takes seconds
     with resources.as_file(resources.files("pmlip") / "data" / "silica_pbe.extxyz.xz") as file:
-        return [atoms for atoms in read(file, index=":", format="extxyz") if atoms.info["part"] == part]
+        return list(read(file, index=":", format="extxyz"))
 
 
 def tan_silica(path: str | Path) -> list[Atoms]:

@@ -164,7 +164,7 @@ class Potential(Perturbed, Method):
         """Take out of the samples' energies what is linear in z and common to these structures."""
         # several draws for each of the numbers to be fitted, of a seed that nobody else asks for, in passes of a fixed
         # size: a resumed run must end with the very same numbers
-        draws = self.draw(4 * self.noise.dim, seed=2**32 - 1)
+        draws = self.draw(3 * self.noise.dim, seed=2**32 - 1)
         drawn = self._samples(structures, draws, 512, None)
         common = (drawn.energy / drawn.atoms_per_system).mean(1)
         z = draws @ self.noise.mixing.cpu().double().T

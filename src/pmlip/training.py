@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # it takes seconds to import
 
 DEFAULT_ERROR = 0.05  # eV/Å, of forces that are not learned from
 ZERO_SHARE = 0.01  # of the error of the energies before: what the zero of a sample's energies may move in a step
-STRUCTURES_FOR_ZERO = 3  # what all have in common, a few show
+STRUCTURES_FOR_ZERO = 2  # what all have in common, a few show
 SAVE_EVERY = 60.0  # seconds between two saves of the state of a run
 
 
