@@ -93,7 +93,8 @@ class Samples(Outputs):
 
     def scaled(self, factor: float) -> "Samples":
         """The same mean, and the spread times this factor."""
-        named = {name: value.mean(0) + factor * (value - value.mean(0)) for name, value in self.items()}
+        mean = self.mean
+        named = {name: mean[name] + factor * (value - mean[name]) for name, value in self.items()}
         return Samples(named, self.system, trained=self.trained)
 
 

@@ -3,7 +3,7 @@
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from pmlip.benchmark.publish import Results, empty_figure, over_seeds
+from pmlip.benchmark.publish import Results, draw_score, empty_figure, over_seeds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -96,22 +96,9 @@ def figure(results: Results) -> "Figure":
     picture = empty_figure(11, 3.6)
     for position, (name, scale) in enumerate(SCALES.items()):
         axes = picture.add_subplot(1, 3, position + 1)
-        for number, method in enumerate(METHODS):
-            for key, style in ((name, "o-"), (f"paper_{name}", "s--")):
-                found = [row for row in rows if row["method"] == method and key in row]
-                if not found:
-                    continue
-                sizes = [row["size"] for row in found]
-                mean, std = ([scale * row[key][part] for row in found] for part in ("mean", "std"))
-                label = method if key == name else f"{method}, paper"
-                axes.errorbar(sizes, mean, yerr=std, fmt=style, color=f"C{number}", label=label, capsize=3)
-        if name == "ssr":
-            axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
-        axes.set(
-            xscale="log",
-            xlabel="training trajectories",
-            title={"mse": "MSE × 1e3", "crps": "CRPS × 1e2"}.get(name, "SSR"),
-        )
+        draw_score(axes, rows, METHODS, name, scale=scale)
+        title = {"mse": "MSE × 1e3", "crps": "CRPS × 1e2"}.get(name, "SSR")
+        axes.set(xlabel="training trajectories", title=title)
         if position == 1:
             axes.legend(fontsize=8)
     return picture

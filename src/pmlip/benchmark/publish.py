@@ -12,6 +12,7 @@ from pmlip.benchmark.runner import Cell, read_cells
 from pmlip.files import atomic_write, write_json
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Results = dict[Cell, dict[str, Any]]
@@ -51,3 +52,21 @@ def empty_figure(width: float, height: float) -> "Figure":
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def draw_score(
+    axes: "Axes", rows: Sequence[dict[str, Any]], methods: Sequence[str], name: str, *, scale: float = 1.0
+) -> None:
+    """A score of each method against the size of the training set, with the paper's values in dashes."""
+    for number, method in enumerate(methods):
+        for key, style in ((name, "o-"), (f"paper_{name}", "s--")):
+            found = [row for row in rows if row["method"] == method and key in row]
+            if not found:
+                continue
+            sizes = [row["size"] for row in found]
+            mean, std = ([scale * row[key][part] for row in found] for part in ("mean", "std"))
+            label = method if key == name else f"{method}, paper"
+            axes.errorbar(sizes, mean, yerr=std, fmt=style, color=f"C{number}", label=label, capsize=3)
+    if name == "ssr":
+        axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
+    axes.set_xscale("log")

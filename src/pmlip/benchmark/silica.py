@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def run(
     for size in sizes:
         data = splits(size, settings)
         require_labels(data.everything, ("energy", "forces"))
-        hashes[size] = fingerprint(data.everything)[:16]
+        hashes[size] = data.hash
     load_backbone(settings.backbone, weights=settings.weights, trust=settings.trust)
     prefix = f"{slug(settings.backbone)}-{slug(_stem(settings.data))}"
     cells = [Cell(f"{prefix}-{name}", size, seed) for size in sizes for name in names for seed in range(seeds)]
@@ -159,6 +159,10 @@ class Splits:
         parts = (self.train, self.valid, self.test, *self.unseen.values())
         return [atoms for part in parts for atoms in part]
 
+    @cached_property
+    def hash(self) -> str:
+        return fingerprint(self.everything)[:16]
+
 
 def splits(size: int, settings: SilicaSettings) -> Splits:
     """The structures of a cell; the same for all seeds, and a smaller training set is the beginning of a larger one."""
@@ -226,7 +230,7 @@ def work(cell: Cell, *, settings: SilicaSettings, folder: Path) -> dict[str, Any
     for place, structures in data.unseen.items():
         outside = evaluate(model, structures, samples=settings.test_samples).scaled(factor)
         result["unseen"][place] = _flat(outside) | (compare(inside, outside) if inside.spread.any() else {})
-    return {**result, "settings": _described(settings, cell, fingerprint(data.everything)[:16]), **environment()}
+    return {**result, "settings": _described(settings, cell, data.hash), **environment()}
 
 
 def _spread_factor(model: Method, valid: Sequence[Atoms], settings: SilicaSettings) -> float:
@@ -242,7 +246,7 @@ def _spread_factor(model: Method, valid: Sequence[Atoms], settings: SilicaSettin
 def _fine_tuned(cell: Cell, data: Splits, settings: SilicaSettings, folder: Path) -> Method:
     """The method of a cell, fine-tuned; its record tells the cost. Kept in a file, for others that are made of it."""
     file = folder / "weights" / f"{cell.name}.pt"
-    described = _described(settings, cell, fingerprint(data.everything)[:16])
+    described = _described(settings, cell, data.hash)
     backbone = load_backbone(settings.backbone, weights=settings.weights, trust=settings.trust)
     if file.exists():
         stored: Method = load(file, backbone=backbone)

@@ -3,7 +3,7 @@
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from pmlip.benchmark.publish import Results, empty_figure, over_seeds
+from pmlip.benchmark.publish import Results, draw_score, empty_figure, over_seeds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -145,18 +145,8 @@ def figure(results: Results) -> "Figure":
         for column, name in enumerate(shown):
             title, scale, _ = COLUMNS[name]
             axes = picture.add_subplot(len(places), len(shown), len(shown) * line + column + 1)
-            for number, method in enumerate(METHODS):
-                for key, style in ((name, "o-"), (f"paper_{name}", "s--")):
-                    found = [row for row in rows if row["method"] == method and key in row]
-                    if not found:
-                        continue
-                    sizes = [row["size"] for row in found]
-                    mean, std = ([scale * row[key][part] for row in found] for part in ("mean", "std"))
-                    label = method if key == name else f"{method}, paper"
-                    axes.errorbar(sizes, mean, yerr=std, fmt=style, color=f"C{number}", label=label, capsize=3)
-            if name == "ssr":
-                axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
-            axes.set(xscale="log", xlabel="training structures", title=title + (", meV/Å" if scale > 1 else ""))
+            draw_score(axes, rows, METHODS, name, scale=scale)
+            axes.set(xlabel="training structures", title=title + (", meV/Å" if scale > 1 else ""))
             if column == 0:
                 axes.set_ylabel(" on ".join(place))
             if column == 1:
