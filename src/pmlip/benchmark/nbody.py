@@ -2,6 +2,7 @@
 
 import json
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -151,14 +152,17 @@ def work(cell: Cell, *, preset: Preset, folder: Path, seeds: int) -> dict[str, A
         method = _make(cell.method, recipe)
         watched = method.fixed_samples or min(WATCHED, settings.validation_samples)
         try:
-            done = train(
-                method,
-                _training_set(sets["train"].first(cell.size), settings),
-                recipe,
-                epochs=recipe.epochs_for(cell.size),
-                seed=cell.seed,
-                watch=lambda m: judge(m.sample(sets["valid"], samples=watched), sets["valid"]),
-            )
+            with warnings.catch_warnings():
+                # the compiler looks at the gradient of BLIP's alpha, which has none
+                warnings.filterwarnings("ignore", message="The .grad attribute")
+                done = train(
+                    method,
+                    _training_set(sets["train"].first(cell.size), settings),
+                    recipe,
+                    epochs=recipe.epochs_for(cell.size),
+                    seed=cell.seed,
+                    watch=lambda m: judge(m.sample(sets["valid"], samples=watched), sets["valid"]),
+                )
         except DivergedError as error:
             if not preset.validation_only:
                 raise

@@ -259,3 +259,17 @@ def each_sample(run: Any, draws: Tensor) -> dict[str, Tensor]:
     """run(generator) for each seed in `draws`, the results stacked along a new first axis."""
     outputs = [run(torch.Generator().manual_seed(int(number))) for number in draws]
     return {name: torch.stack([output[name] for output in outputs]) for name in outputs[0]}
+
+
+@contextlib.contextmanager
+def random_numbers(generator: torch.Generator | None) -> Iterator[None]:
+    """What torch draws inside, on the CPU, follows from this generator, and outside nothing changes; None: it does not.
+
+    So layers need no generator of their own, which they could not take into a compiled network.
+    """
+    if generator is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int(torch.randint(2**62, (), generator=generator)))
+        yield

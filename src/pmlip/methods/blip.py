@@ -17,17 +17,16 @@ from torch.nn import functional
 
 from pmlip.backbones.base import Backbone, Graph
 from pmlip.layers import Mixin, become, mixed_class
-from pmlip.methods.base import WrappedMethod, each_sample
+from pmlip.methods.base import WrappedMethod, each_sample, random_numbers
 
 
 class Posterior(nn.Module):
-    """alpha of every layer and row, and the random numbers in force. One for a whole network, as `Noise` is.
+    """alpha of every layer and row. One for a whole network, as `Noise` is.
 
     layers: kind of row -> number of layers with such rows; features: kind of row -> number of raw features.
     """
 
     alpha: Mapping[str, Tensor] | None  # kind of row -> (..., layer); None: no noise, the MAP network
-    generator: torch.Generator | None
 
     def __init__(
         self,
@@ -50,7 +49,7 @@ class Posterior(nn.Module):
         )
         self.offset = nn.Parameter(torch.tensor(float(offset)), requires_grad=offset != 0)
         self.largest, self.prior_alpha = largest, prior / (1 - prior)
-        self.alpha, self.generator = None, None
+        self.alpha = None
 
     def infer(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """alpha (..., layer) for the raw features (..., feature) of each kind of row."""
@@ -63,18 +62,19 @@ class Posterior(nn.Module):
     @contextlib.contextmanager
     def in_force(self, alpha: Mapping[str, Tensor] | None, generator: torch.Generator | None) -> Iterator[None]:
         """The layers that run inside draw their weights with this alpha; None: they do not."""
-        self.alpha, self.generator = alpha, generator
+        self.alpha = alpha
         try:
-            yield
+            with random_numbers(generator):
+                yield
         finally:
-            self.alpha, self.generator = None, None
+            self.alpha = None
 
     def divergence(self, alpha: Mapping[str, Tensor]) -> Tensor:
         """KL per weight, averaged over rows and layers, the kinds of rows added."""
         return torch.stack([weight_divergence(values, self.prior_alpha).mean() for values in alpha.values()]).sum()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "alpha": None, "generator": None}
+        return {**self.__dict__, "alpha": None}
 
 
 def weight_divergence(alpha: Tensor, prior_alpha: float) -> Tensor:
@@ -100,7 +100,7 @@ class VariationalLayer(Mixin):
         combine: Any = getattr(layer, "combine", functional.linear)
         variance = posterior.alpha[kind][..., number : number + 1] * combine(*squared, layer.weight.square(), None)
         # the last term keeps the gradient of the root finite where a row is all zeros
-        noise = torch.randn(mean.shape, generator=posterior.generator).to(mean)
+        noise = torch.randn(mean.shape).to(mean)  # of the CPU, the same on every device
         return mean + (variance + 1e-18).sqrt() * noise
 
 

@@ -9,40 +9,38 @@ from torch import Tensor, nn
 
 from pmlip.backbones.base import Backbone, Graph
 from pmlip.layers import Mixin, become, mixed_class
-from pmlip.methods.base import WrappedMethod, each_sample
+from pmlip.methods.base import WrappedMethod, each_sample, random_numbers
 
 
 class Dropout(nn.Module):
-    """The share of units that is left out, and the random numbers in force. One for a whole network."""
-
-    generator: torch.Generator | None
-    active: bool
+    """The share of units that is left out. One for a whole network."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
         if not 0 < share < 1:
             raise ValueError(f"the share of units left out lies between 0 and 1, got {share}")
         self.share = share
-        self.active, self.generator = False, None
+        self.active = False
 
     @contextlib.contextmanager
-    def in_force(self, generator: torch.Generator | None) -> Iterator[None]:
+    def in_force(self, generator: torch.Generator) -> Iterator[None]:
         """The layers that run inside leave units out; outside they use all."""
-        self.active, self.generator = True, generator
+        self.active = True
         try:
-            yield
+            with random_numbers(generator):
+                yield
         finally:
-            self.active, self.generator = False, None
+            self.active = False
 
     def thin(self, x: Tensor) -> Tensor:
         """x with each number zero with probability `share`, the others scaled up so that the mean stays."""
         if not self.active:
             return x
-        kept = torch.rand(x.shape, generator=self.generator).to(x) >= self.share
+        kept = torch.rand(x.shape).to(x) >= self.share  # of the CPU, the same on every device
         return x * kept / (1 - self.share)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "active": False, "generator": None}
+        return {**self.__dict__, "active": False}
 
 
 class ThinnedLayer(Mixin):

@@ -28,7 +28,6 @@ class Method(nn.Module, ABC):
 
     trains_on_samples = False  # whether the loss is of K samples
     fixed_samples: int | None = None  # how many samples there are, where that is not free; then none is without noise
-    compiles = False  # whether compiling its network pays: random numbers drawn inside would break it into pieces
 
     @abstractmethod
     def loss(self, batch: Trajectories, generator: torch.Generator, samples: int) -> Tensor:
@@ -56,7 +55,6 @@ class Deterministic(Method):
     """EGNN trained on the mean squared error; one sample."""
 
     fixed_samples = 1
-    compiles = True
 
     def __init__(self, config: EGNNConfig | None = None) -> None:
         super().__init__()
@@ -82,7 +80,6 @@ class PEGNN(Method):
     """
 
     trains_on_samples = True
-    compiles = True
 
     def __init__(
         self,
@@ -155,8 +152,6 @@ class BLIP(Method):
 
 class PBLIP(PEGNN):
     """BLIP's weights under P-EGNN's noise, which the paper names as future work: fair CRPS + beta KL."""
-
-    compiles = False
 
     def __init__(self, config: EGNNConfig | None = None, *, noise_dim: int = 32, beta: float = 0.01) -> None:
         super().__init__(config, noise_dim=noise_dim)
