@@ -49,6 +49,7 @@ def test_from_end_to_end(tmp_path):
     assert ratio == pytest.approx(cell["spread_factor"], rel=1e-4)
     assert cell["settings"]["data"] == "small.extxyz"
     assert 0 <= cell["unseen"]["hot"]["auroc_spread"] <= 1
+    assert -1 <= cell["test_and_unseen"]["spearman"] <= 1
     plain = json.loads((tmp_path / "chgnet-small-deterministic-6-0.json").read_text())
     assert "ssr" not in plain["test"]
     assert plain["training"]["passes"] * 4 == cell["training"]["passes"]

@@ -5,7 +5,7 @@ import torch
 import pmlip
 from conftest import randomise_noise
 from pmlip import metrics, scores
-from pmlip.evaluation import as_record, compare, evaluate
+from pmlip.evaluation import as_record, compare, evaluate, rank_together
 from pmlip.methods.deterministic import Deterministic
 from pmlip.structures import labels
 from test_training import molecules
@@ -60,6 +60,15 @@ def test_a_deterministic_model_has_errors_and_no_spread():
 def test_a_noise_never_trained_has_no_spread_to_score():
     result = evaluate(pmlip.perturb(tiny_backbone()), molecules(), samples=4)
     assert "ssr" not in result.scores["forces"]
+
+
+def test_sets_are_ranked_together_as_one_set(model):
+    structures = molecules(12)
+    whole = evaluate(model, structures, samples=8)
+    together = rank_together([evaluate(model, part, samples=8) for part in (structures[:5], structures[5:])])
+    scores = whole.scores["forces"]
+    assert together["spearman"] == pytest.approx(scores["spearman_structure"])
+    assert together["spearman_of_force"] == pytest.approx(scores["spearman_structure_of_force"])
 
 
 def test_out_of_distribution(model):

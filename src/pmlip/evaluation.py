@@ -120,6 +120,15 @@ def compare(inside: Evaluation, outside: Evaluation) -> dict[str, float]:
     }
 
 
+def rank_together(parts: Sequence[Evaluation]) -> dict[str, float]:
+    """How well the spread ranks the errors of the structures of several sets, beside what |F| alone does."""
+    error, spread, force = (
+        np.concatenate(values)
+        for values in zip(*((part.error, part.spread, _force(part)) for part in parts), strict=True)
+    )
+    return {"spearman": metrics.spearman(error, spread), "spearman_of_force": metrics.spearman(error, force)}
+
+
 def _force(evaluation: Evaluation) -> np.ndarray:
     """The mean square of each structure's predicted forces."""
     squares = evaluation.drawn.mean.forces.double().square()

@@ -21,7 +21,7 @@ from pmlip.benchmark.runner import Cell, read_cells, run_cells, run_rounds
 from pmlip.benchmark.silica_tables import figure, summary, table
 from pmlip.calibration import best_factor
 from pmlip.config import FinetuneConfig
-from pmlip.evaluation import Evaluation, compare, evaluate
+from pmlip.evaluation import Evaluation, compare, evaluate, rank_together
 from pmlip.methods import Method
 from pmlip.methods.ensemble import Ensemble
 from pmlip.model import load
@@ -227,9 +227,13 @@ def work(cell: Cell, *, settings: SilicaSettings, folder: Path) -> dict[str, Any
         "training": training,
         "prediction": {"seconds": round(inside.seconds, 1), "passes": inside.samples * inside.structures},
     }
+    has_spread = bool(inside.spread.any())
+    outside = {}
     for place, structures in data.unseen.items():
-        outside = evaluate(model, structures, samples=settings.test_samples).scaled(factor)
-        result["unseen"][place] = _flat(outside) | (compare(inside, outside) if inside.spread.any() else {})
+        outside[place] = evaluate(model, structures, samples=settings.test_samples).scaled(factor)
+        result["unseen"][place] = _flat(outside[place]) | (compare(inside, outside[place]) if has_spread else {})
+    if has_spread and outside:
+        result["test_and_unseen"] = rank_together([inside, *outside.values()])
     return {**result, "settings": _described(settings, cell, data.hash), **environment()}
 
 

@@ -67,6 +67,8 @@ def summary(results: Results) -> list[dict[str, Any]]:
             }
             for place in found[0]["unseen"]
         }
+        if together := [result["test_and_unseen"] for result in found if "test_and_unseen" in result]:
+            row["test_and_unseen"] = {name: over_seeds([scores[name] for scores in together]) for name in together[0]}
         for part in ("training", "prediction"):
             row[f"{part}_seconds"] = statistics.mean(result[part]["seconds"] for result in found)
             row[f"{part}_passes"] = statistics.mean(result[part]["passes"] for result in found)
@@ -124,8 +126,16 @@ def unseen_table(results: Results) -> str:
         if not rows:
             continue
         places = list(rows[0]["unseen"])
-        lines = [[row["size"], row["method"], *(_apart(row["unseen"][place]) for place in places)] for row in rows]
-        parts.append(f"{backbone} on {data}:\n\n{_markdown(['n', 'method', *places], lines)}")
+        lines = [
+            [
+                *(row["size"], row["method"]),
+                *(_apart(row["unseen"][place]) for place in places),
+                _ranked(row["test_and_unseen"]),
+            ]
+            for row in rows
+        ]
+        heading = ["n", "method", *places, "Spearman, test and these together"]
+        parts.append(f"{backbone} on {data}:\n\n{_markdown(heading, lines)}")
     return "\n".join(parts)
 
 
@@ -134,6 +144,10 @@ def _apart(scores: dict[str, float]) -> str:
     return (
         f"{auroc}; error x {scores['error_ratio']:.1f}, spread x {scores['spread_ratio']:.1f}; SSR {scores['ssr']:.2f}"
     )
+
+
+def _ranked(scores: dict[str, dict[str, float]]) -> str:
+    return f"{scores['spearman']['mean']:.2f} (of the force {scores['spearman_of_force']['mean']:.2f})"
 
 
 def figure(results: Results) -> "Figure":
