@@ -129,8 +129,21 @@ def test_the_best_on_the_way_is_kept_if_asked():
 
 
 def test_a_training_that_diverges_says_so():
-    with pytest.raises(DivergedError, match="the loss was NaN or infinite in epoch"):
+    with pytest.raises(DivergedError, match="NaN or infinite in 2 of 2 steps of epoch"):
         train(Deterministic(SMALL), data(), Recipe(learning_rate=1e6, clip=1e6, epochs=30, batch=20), seed=0)
+
+
+def test_a_step_without_a_gradient_is_left_out():
+    class Stumbling(Deterministic):
+        calls = 0
+
+        def loss(self, batch, generator, samples):
+            self.calls += 1
+            return super().loss(batch, generator, samples) * (torch.nan if self.calls == 3 else 1)
+
+    done = train(Stumbling(SMALL), data(), Recipe(epochs=5, batch=20), seed=0)
+    assert done.skipped == 1
+    assert all(parameter.isfinite().all() for parameter in done.method.parameters())
 
 
 def test_averaging_can_be_left_out():

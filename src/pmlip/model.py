@@ -173,7 +173,7 @@ class Potential(Perturbed, Method):
         self.energy_zero.sub_(slope.to(self.energy_zero))
 
     def rate_for_new(self, structures: Sequence[Atoms], error: float) -> float:
-        """0.8 % of the random noise weights with which the spread would be as large as the error.
+        """0.4 % of the random noise weights with which the spread would be as large as the error.
 
         Potentials respond to noise very differently (Orb-v2 twenty times as strongly as CHGNet), so no one rate suits
         all. The share is what served Orb-v2 and CHGNet alike.
@@ -181,7 +181,7 @@ class Potential(Perturbed, Method):
         tried, std = copy.deepcopy(self), 0.01
         tried.randomise(std)
         spread = tried.sample(structures[:8], samples=8).spread.forces.double().square().mean().sqrt()
-        return 0.008 * std * error / max(float(spread), 1e-9)
+        return 0.004 * std * error / max(float(spread), 1e-9)
 
     def sample(
         self,

@@ -169,7 +169,7 @@ def work(cell: Cell, *, preset: Preset, folder: Path, seeds: int) -> dict[str, A
             described = {"settings": _described(cell, preset, seeds - 1), **environment("numba")}
             return {"cell": asdict(cell), "diverged": str(error), "validation_curve": [], **described}
         method, curve = done.method, done.curve
-        training = {"seconds": done.seconds, "passes": done.passes}
+        training = {"seconds": done.seconds, "passes": done.passes, "skipped_steps": done.skipped}
         weights.mkdir(parents=True, exist_ok=True)
         with atomic_write(weights / f"{cell.name}.pt") as file:
             torch.save(method.state_dict(), file)

@@ -54,6 +54,7 @@ class Training:
     curve: list[dict[str, float]]  # epoch, training loss, and what `watch` gave
     seconds: float  # of one core, so that other work on the machine does not count
     passes: int  # trajectories through the network and back
+    skipped: int  # steps whose gradient was no number
 
 
 def compile_network(method: Method) -> bool:
@@ -97,25 +98,30 @@ def train(
     if epochs * steps >= COMPILE_FROM:
         compile_network(method)
     best, best_crps, worse = averaged, math.inf, 0
-    curve, done, passes, began = [], 0, 0, time.process_time()
+    curve, done, passes, skipped, began = [], 0, 0, 0, time.process_time()
     for epoch in range(1, epochs + 1):
         samples = recipe.samples[2 * (epoch - 1) // epochs] if method.trains_on_samples else 1
-        total = 0.0
+        losses = []
         for index in torch.randperm(len(data), generator=generator)[: steps * recipe.batch].view(steps, -1):
             batch = data.select(index)
-            total += _gradient(method, batch, samples, generator, recipe)
-            nn.utils.clip_grad_norm_(method.parameters(), recipe.clip)
-            optimizer.step()
+            loss = _gradient(method, batch, samples, generator, recipe)
+            norm = nn.utils.clip_grad_norm_(method.parameters(), recipe.clip)
+            if math.isfinite(loss) and math.isfinite(norm):
+                optimizer.step()
+                losses.append(loss)
+            else:  # the weights that BLIP draws can throw a single particle out of all bounds
+                skipped += 1
             schedule.step()
             done += 1
             passes += len(batch) * samples * (2 if recipe.sharpness else 1)
             # early on the mean is over few steps, so that the start is soon forgotten
             _move_towards(averaged, method, 1 - min(recipe.average, done / (done + 50)))
-        if not math.isfinite(total):
-            raise DivergedError(f"the loss was NaN or infinite in epoch {epoch} of {epochs}; a smaller rate may help")
+        if 2 * len(losses) < steps:
+            wrong = f"{steps - len(losses)} of {steps} steps of epoch {epoch} of {epochs}"
+            raise DivergedError(f"the loss or its gradient was NaN or infinite in {wrong}; a smaller rate may help")
         if epoch * points // epochs != (epoch - 1) * points // epochs:
             scores = watch(averaged) if watch else {}
-            curve.append({"epoch": epoch, "loss": total / steps, **scores})
+            curve.append({"epoch": epoch, "loss": sum(losses) / len(losses), **scores})
             if recipe.patience is not None:
                 if scores["crps"] < best_crps:
                     best, best_crps, worse = copy.deepcopy(averaged), scores["crps"], 0
@@ -123,7 +129,7 @@ def train(
                     worse += 1
                 if worse > recipe.patience:
                     break
-    return Training(best, curve, time.process_time() - began, passes)
+    return Training(best, curve, time.process_time() - began, passes, skipped)
 
 
 def _gradient(method: Method, batch: Trajectories, samples: int, generator: torch.Generator, recipe: Recipe) -> float:
