@@ -87,3 +87,13 @@ def test_the_variant_whose_samples_would_depend_on_their_batch_is_refused():
 def test_unknown_variant_is_refused():
     with pytest.raises(ValueError, match=r"allowed: 0.3.0, r2scan"):
         pmlip.load_backbone("chgnet:0.9")
+
+
+def test_a_file_that_is_no_checkpoint_of_chgnet_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("not weights")
+    torch.save({"state": {}}, tmp_path / "other.pt")
+    for name in ("notes.txt", "other.pt"):
+        with pytest.raises(ValueError, match=f"{name} is not a checkpoint of CHGNet"):
+            pmlip.load_backbone("chgnet", weights=tmp_path / name)
+    with pytest.raises(FileNotFoundError, match="there is no file of weights"):
+        pmlip.load_backbone("chgnet", weights=tmp_path / "none.pt")

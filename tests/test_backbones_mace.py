@@ -134,6 +134,9 @@ def test_weights_in_a_local_file(tmp_path):
     assert again.variant == "Default"
     with pytest.raises(FileNotFoundError, match="there is no file of weights"):
         pmlip.load_backbone("mace", weights=tmp_path / "none.model", trust=True)
+    torch.save({"state": {}}, tmp_path / "state.model")
+    with pytest.raises(ValueError, match="holds a dict, not a whole MACE model"):
+        pmlip.load_backbone("mace", weights=tmp_path / "state.model", trust=True)
     with pytest.raises(ValueError, match="brings no weights"):
         pmlip.load_backbone("mace")
 

@@ -75,6 +75,34 @@ if __name__ == "__main__":
     assert all(json.loads(file.read_text()) for file in results.iterdir())
 
 
+def test_an_interrupted_run_begins_no_other_cell(folders):
+    """Ctrl-C reaches the workers too, which would go on with what is queued for them."""
+    results, notes = folders
+    file = notes / "script.py"
+    file.write_text(f"""
+import sys
+from functools import partial
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pmlip.benchmark.runner import run_cells
+from test_benchmark_runner import CELLS, marked
+if __name__ == "__main__":
+    run_cells(CELLS, partial(marked, note={str(notes)!r}), Path({str(results)!r}))
+""")
+    process = subprocess.Popen([sys.executable, str(file)], start_new_session=True, stderr=subprocess.DEVNULL)
+    while not (notes / CELLS[0].name).exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    process.wait(timeout=20)  # less than a cell takes
+    assert [(notes / cell.name).exists() for cell in CELLS] == [True, False, False, False]
+
+
+def marked(cell, *, note):
+    (Path(note) / cell.name).touch()
+    time.sleep(60)
+
+
 def slow(cell):
     time.sleep(0.5)
     return {"value": cell.size + cell.seed}

@@ -1,6 +1,8 @@
 import numpy as np
 import pytest
 import torch
+from ase import Atoms
+from ase.calculators.singlepoint import SinglePointCalculator
 
 import pmlip
 from conftest import randomise_noise
@@ -59,6 +61,16 @@ def test_a_deterministic_model_has_errors_and_no_spread():
 
 def test_a_noise_never_trained_has_no_spread_to_score():
     result = evaluate(pmlip.perturb(tiny_backbone()), molecules(), samples=4)
+    assert "ssr" not in result.scores["forces"]
+
+
+def test_where_symmetry_makes_all_forces_zero_the_energies_are_scored(model):
+    structures = [Atoms("Si", positions=[[0.0, 0.0, 0.0]]) for _ in range(4)]
+    for atoms in structures:
+        atoms.calc = SinglePointCalculator(atoms, energy=1.0, forces=np.zeros((1, 3)))
+    result = evaluate(model, structures, samples=4)
+    assert result.scores["energy"]["mae"] > 0
+    assert result.scores["forces"]["mae"] == 0
     assert "ssr" not in result.scores["forces"]
 
 

@@ -134,6 +134,11 @@ def test_members_of_an_ensemble_differ_and_are_deterministic_runs():
         methods.make("ensemble", tiny_backbone(), members=1)
 
 
+def test_an_ensemble_that_was_not_trained_has_no_spread():
+    with pytest.raises(ValueError, match="was never trained"):
+        methods.make("ensemble", tiny_backbone()).check_spread()
+
+
 def test_ensembles_of_two_seeds_share_no_member():
     data = molecules(16)
     members = []

@@ -66,7 +66,12 @@ def test_training_lowers_the_score_and_repeats():
     assert done.steps == 80
     assert_same(*results)
     assert [line["step"] for line in done.log if "valid" in line] == [27, 54, 80]
-    assert done.best == min(line["valid"] for line in done.log if "valid" in line)
+    # of the kept weights with the zero of their energies fitted, which leaves forces as they are
+    kept = min((line for line in done.log if "valid" in line), key=lambda line: line["valid"])
+    assert done.validation["valid_forces"] == pytest.approx(kept["valid_forces"], rel=1e-6)
+    assert done.validation["valid_energy"] == pytest.approx(
+        float(pmlip.losses.crps_loss(trained.sample(data[8:], samples=16), labels(data[8:])).terms["energy"]), rel=1e-6
+    )
 
 
 def test_energies_per_element_move_into_the_references():
@@ -103,13 +108,13 @@ def test_the_best_weights_are_kept_and_patience_ends_a_run():
     done = finetune(trained, data, valid=others, config=config)
     scored = [line["valid"] for line in done.log if "valid" in line]
     assert done.steps < 120
-    assert done.best == min(scored) < scored[-1]
+    assert min(scored) < scored[-1]
     loss = pmlip.losses.crps_loss(
         trained.sample(others, samples=16),
         labels(others),
         weights={k: 1 / v for k, v in done.scales.items() if k == "forces"},
     )
-    best = next(line for line in done.log if line.get("valid") == done.best)
+    best = next(line for line in done.log if line.get("valid") == min(scored))
     assert float(loss.terms["forces"]) == pytest.approx(best["valid_forces"], rel=1e-9)
 
 
@@ -207,6 +212,16 @@ def test_a_folder_belongs_to_one_run(tmp_path, change, message):
     given |= change
     with pytest.raises(ValueError, match=message):
         finetune(given["model"](), given["train"], config=given["config"], folder=tmp_path)
+
+
+def test_the_state_of_a_run_is_not_taken_for_a_model_nor_from_another_version(tmp_path):
+    finetune(model(), molecules(8), config=replace(CONFIG, epochs=1), folder=tmp_path)
+    with pytest.raises(pmlip.CheckpointError, match=r"last.pt is the state of a run, not a model"):
+        pmlip.load(tmp_path / "last.pt")
+    stored = torch.load(tmp_path / "last.pt", weights_only=True)
+    torch.save(stored | {"version": 1}, tmp_path / "last.pt")
+    with pytest.raises(ValueError, match=r"last.pt was written by another version of pmlip"):
+        finetune(model(), molecules(8), config=replace(CONFIG, epochs=1), folder=tmp_path)
 
 
 def test_a_damaged_state_is_an_error_and_stays(tmp_path):

@@ -13,7 +13,7 @@ from torch import Tensor
 from pmlip import metrics
 from pmlip.methods.base import Method, Progress
 from pmlip.scores import fair_crps
-from pmlip.structures import as_structures, labels
+from pmlip.structures import as_structures, labels, require_labels
 
 ROUNDS = 5  # of fitting and scaling, at most
 SMALLEST = 0.02  # no factor is smaller
@@ -91,9 +91,8 @@ def calibrate(
     model.check_spread()
     model.scale_spread(1.0)  # refuses now what cannot be scaled
     _check_level(level)  # now, not after the work
+    require_labels(listed, ["forces"])
     target = labels(listed).forces
-    if not bool(target.isfinite().all()):
-        raise ValueError("the spread is fitted to forces, and not every structure carries them")
     factor = 1.0
     scored: list[tuple[float, float]] = []
     for round_of in range(ROUNDS):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pmlip import runstate
 from pmlip.backbones import Backbone, load_backbone, weights_hash
 from pmlip.files import atomic_write
 
@@ -92,6 +93,8 @@ def read(path: str | Path) -> Checkpoint:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises a different type for every way a file can be broken
         raise CheckpointError(f"{path} is damaged or was not written by pmlip") from error
+    if isinstance(content, dict) and content.get("format") == runstate.FORMAT:
+        raise CheckpointError(f"{path} is the state of a run, not a model; the finished model is model.pt beside it")
     if not isinstance(content, dict) or content.get("format") != "pmlip":
         raise CheckpointError(f"{path} was not written by pmlip")
     if missing := {"version", "origin", "settings", "state", "versions"} - content.keys():

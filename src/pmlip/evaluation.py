@@ -87,7 +87,8 @@ def _scores(name: str, drawn: Samples, point: Outputs, target: Outputs) -> dict[
     spread = values.std(0)
     chosen = (mean[present], spread[present], label[present], drawn.count)
     result["spread"] = float(spread[present].square().mean().sqrt())
-    result["ssr"] = metrics.spread_skill_ratio(*chosen)
+    if result["rmse"] > 0:  # symmetry can make all forces zero, and then there is nothing to compare or to rank
+        result["ssr"] = metrics.spread_skill_ratio(*chosen)
     moving = present & (spread > 0)  # symmetry fixes the others
     if bool(moving.any()):
         result["coverage_95"] = metrics.coverage(mean[moving], spread[moving], label[moving], drawn.count)
@@ -102,7 +103,7 @@ def _ranking(mean: torch.Tensor, spread: torch.Tensor, label: torch.Tensor, syst
     per_atom = [x.square().mean(-1, keepdim=True) for x in (mean - label, spread, mean)]
     per_structure = [mean_per_system(x, system, int(system[-1]) + 1) for x in per_atom]
     for level, (error, variance, force) in {"structure": per_structure, "atom": per_atom}.items():
-        if len(error) > 2:
+        if len(error) > 2 and all(x.unique().numel() > 1 for x in (error, variance, force)):
             result[f"spearman_{level}"] = metrics.spearman(error, variance)
             result[f"spearman_{level}_of_force"] = metrics.spearman(error, force)
             result[f"spearman_{level}_given_force"] = metrics.partial_spearman(error, variance, force)

@@ -54,7 +54,9 @@ def crps_loss(
     total = torch.stack([weights[name] * term for name, term in terms.items()]).sum()
     if not total.isfinite():
         bad = [name for name, term in terms.items() if not term.isfinite()]
-        raise ValueError(f"the predicted {' and '.join(bad)} hold a NaN or an infinite value")
+        raise FloatingPointError(
+            f"the predicted {' and '.join(bad)} hold a NaN or an infinite value; in training, use smaller rates"
+        )
     return Loss(total, terms)
 
 

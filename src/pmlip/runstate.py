@@ -12,14 +12,15 @@ import torch
 
 from pmlip.files import atomic_write
 
-VERSION = 1
+FORMAT = "pmlip-run"
+VERSION = 2  # 2: potentials have an energy_zero
 
 
 def write_state(file: Path, state: Mapping[str, Any]) -> None:
     """Write the state, and beside it the run's log as JSON lines."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(file) as opened:
-        torch.save({"format": "pmlip-run", "version": VERSION, **state}, opened)
+        torch.save({"format": FORMAT, "version": VERSION, **state}, opened)
     with atomic_write(file.with_name("log.jsonl")) as opened:
         opened.writelines(json.dumps(line).encode() + b"\n" for line in state["log"])
 
@@ -32,6 +33,10 @@ def read_state(file: Path, identity: Mapping[str, Any], device: torch.device) ->
         state: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
     except Exception as error:  # torch raises a different type for every way a file can be broken
         raise ValueError(f"{file} is damaged; remove it to start anew") from error
+    if state["version"] != VERSION:
+        raise ValueError(
+            f"{file} was written by another version of pmlip, which alone can go on with it; remove it to start anew"
+        )
     for name, value in identity.items():
         if state["identity"].get(name) != value:
             names = {"model": "another model", "config": "other settings"}

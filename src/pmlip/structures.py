@@ -84,10 +84,8 @@ def check_labels(structures: Sequence[Atoms], names: Sequence[str], *, missing: 
     """Forces must be there; and, unless labels may be missing, what one structure carries of these names all must."""
     found = labels(structures)
     for name in names:
-        entries = found[name].isfinite()
-        rows = entries.flatten(1).all(-1) if entries.dim() > 1 else entries
-        lacking = found.system[~rows] if name in PER_ATOM else (~rows).nonzero().flatten()
-        count = len(structures) - len(lacking.unique())
+        lacking = _lacking(found, name)
+        count = len(structures) - len(lacking)
         if name == "forces" and count == 0:
             raise ValueError("none of the structures carries forces, and without them there is little to learn from")
         if not missing and 0 < count < len(structures):
@@ -104,8 +102,18 @@ def require_labels(structures: Sequence[Atoms], names: Sequence[str]) -> None:
     """Every structure must carry these."""
     found = labels(structures)
     for name in names:
-        if not found[name].isfinite().all():
-            raise ValueError(f"not every structure carries {name}")
+        if len(lacking := _lacking(found, name)):
+            index = int(lacking[0])
+            raise StructureError(
+                structures[index], index, f"it carries no {name}, which every structure must do here; remove it"
+            )
+
+
+def _lacking(found: Outputs, name: str) -> torch.Tensor:
+    """Which structures do not carry the whole of a label."""
+    entries = found[name].isfinite()
+    rows = entries.flatten(1).all(-1) if entries.dim() > 1 else entries
+    return (found.system[~rows] if name in PER_ATOM else (~rows).nonzero().flatten()).unique()
 
 
 def fingerprint(structures: Sequence[Atoms]) -> str:

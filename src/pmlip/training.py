@@ -36,7 +36,7 @@ class Finetuned:
     """How a run went; of a model of several parts, how that of its first part did, but for the seconds."""
 
     steps: int
-    best: float  # validation score of the weights that were kept; NaN without a validation set
+    validation: dict[str, float]  # scores of what was kept: "valid", and by label; empty without a validation set
     offsets: dict[int, float]  # eV per atom of each element, moved into the backbone's references
     scales: dict[str, float]  # mean absolute error of each label before fine-tuning
     noise_rate: float  # learning rate of what came with the method
@@ -213,10 +213,16 @@ class _Run:
                 parameter.requires_grad_()
         self._save()
         self.model.load_state_dict(self.best_state or self._averaged_state())
-        if "energy" in self.scales:
+        validation = {name: value for name, value in self._best_line.items() if name.startswith("valid")}
+        if "energy" in self.scales and self.model.energy_parameters():
             self.model.fit_energy_zero(self.train[:STRUCTURES_FOR_ZERO])
-        best = self.best if self.valid else math.nan
-        return Finetuned(self.step, best, self.offsets, self.scales, self.noise_rate, self.log, self.spent)
+            validation = self._scores() if self.valid else {}
+        return Finetuned(self.step, validation, self.offsets, self.scales, self.noise_rate, self.log, self.spent)
+
+    @property
+    def _best_line(self) -> dict[str, float]:
+        """The line of the log about the weights that were kept."""
+        return next((line for line in self.log if line.get("valid") == self.best), {})
 
     @property
     def _out_of_patience(self) -> bool:
@@ -304,6 +310,16 @@ class _Run:
         """Score the averaged weights; keep them if none were better."""
         current = [parameter.detach().clone() for parameter in self.parameters]
         self._put(self.averaged)
+        scores = self._scores()
+        self.worse = 0 if scores["valid"] < self.best else self.worse + 1
+        if scores["valid"] < self.best:
+            self.best = scores["valid"]
+            self.best_state = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        self._put(current)
+        return scores
+
+    def _scores(self) -> dict[str, float]:
+        """Scores of the model as it is on the validation data."""
         part = self.valid[self.fabric.global_rank :: self.fabric.world_size]
         terms = dict.fromkeys(self.scales, 0.0)
         if part:
@@ -314,11 +330,6 @@ class _Run:
             terms = {name: float(term) for name, term in loss.terms.items()}
         terms = self._summed(terms)
         score = sum(self.weights[name] * value for name, value in terms.items())
-        self.worse = 0 if score < self.best else self.worse + 1
-        if score < self.best:
-            self.best = score
-            self.best_state = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
-        self._put(current)
         return {"valid": score, **{f"valid_{name}": value for name, value in terms.items()}}
 
     @torch.no_grad()

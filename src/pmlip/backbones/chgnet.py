@@ -17,6 +17,7 @@ from ase.calculators.calculator import Calculator
 from torch import Tensor
 
 from pmlip.backbones.base import Backbone, Graph, conservative_outputs, distance_features
+from pmlip.files import atomic_write
 from pmlip.injection import Site
 from pmlip.structures import StructureError
 
@@ -209,7 +210,8 @@ class CHGNetBackbone(Backbone):
 
     def save(self, path: str | Path) -> None:
         """A file that `CHGNet.from_file` reads."""
-        torch.save({"model": self.module.as_dict()}, path)
+        with atomic_write(path) as file:
+            torch.save({"model": self.module.as_dict()}, file)
 
 
 def load(variant: str = "", *, weights: str | Path | None = None, device: str = "cpu") -> CHGNetBackbone:
@@ -218,12 +220,17 @@ def load(variant: str = "", *, weights: str | Path | None = None, device: str = 
     if weights is None and variant not in VARIANTS:
         raise ValueError(f"unknown CHGNet variant {variant!r}; allowed: {', '.join(VARIANTS)}")
     with _quiet():
-        if weights is None:
-            module = CHGNet.load(model_name=variant, use_device="cpu", verbose=False)
-        else:
-            state = torch.load(weights, map_location="cpu", weights_only=True)
-            module = CHGNet.from_dict(state["model"])
+        module = CHGNet.load(model_name=variant, use_device="cpu", verbose=False) if weights is None else _read(weights)
     return CHGNetBackbone(module, variant).to(device)
+
+
+def _read(path: str | Path) -> CHGNet:
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no file of weights {path}")
+    try:
+        return CHGNet.from_dict(torch.load(path, map_location="cpu", weights_only=True)["model"])
+    except Exception as error:  # torch raises a different type for every way a file can be wrong
+        raise ValueError(f"{path} is not a checkpoint of CHGNet") from error
 
 
 @contextlib.contextmanager

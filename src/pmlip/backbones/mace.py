@@ -15,6 +15,7 @@ from ase.calculators.calculator import Calculator
 from torch import Tensor, nn
 
 from pmlip.backbones.base import Backbone, Graph
+from pmlip.files import atomic_write
 from pmlip.injection import Site
 
 try:
@@ -107,7 +108,8 @@ class MACEBackbone(Backbone):
 
     def save(self, path: str | Path) -> None:
         """The model as MACE itself saves it: a pickle. A folded sample in it needs pmlip to be read."""
-        torch.save(self.module, path)
+        with atomic_write(path) as file:
+            torch.save(self.module, file)
 
     @property
     def _like(self) -> Tensor:
@@ -129,5 +131,10 @@ def load(
             f"{weights} is a MACE model, a pickle, and reading a pickle can execute any code that is in it; if you "
             "know where it comes from, pass trust=True"
         )
-    module = torch.load(weights, map_location="cpu", weights_only=False)
+    try:
+        module = torch.load(weights, map_location="cpu", weights_only=False)
+    except Exception as error:  # torch raises a different type for every way a file can be wrong
+        raise ValueError(f"{weights} cannot be read as a MACE model: {error}") from error
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"{weights} holds a {type(module).__name__}, not a whole MACE model; give the .model file")
     return MACEBackbone(module.eval(), variant).to(device)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pmlip.backbones.base import Backbone, Graph, conservative_outputs, distance_features
+from pmlip.files import atomic_write
 from pmlip.injection import Site
 from pmlip.layers import become
 from pmlip.structures import StructureError
@@ -236,7 +237,8 @@ class OrbBackbone(Backbone):
 
     def save(self, path: str | Path) -> None:
         """A file that the package's functions take as `weights_path`."""
-        torch.save(self.module.state_dict(), path)
+        with atomic_write(path) as file:
+            torch.save(self.module.state_dict(), file)
 
     @property
     def _like(self) -> Tensor:

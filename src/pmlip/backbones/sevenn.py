@@ -17,6 +17,7 @@ from ase.calculators.calculator import Calculator
 from torch import Tensor, nn
 
 from pmlip.backbones.base import Backbone, Graph
+from pmlip.files import atomic_write
 from pmlip.injection import Site
 
 try:
@@ -144,7 +145,8 @@ class SevenNetBackbone(Backbone):
                 "pmlip.load"
             )
         state = {name: value for name, value in self.module.state_dict().items() if "_tensor_constant" not in name}
-        torch.save({"config": dict(self.config), "model_state_dict": state, "epoch": 0}, path)
+        with atomic_write(path) as file:
+            torch.save({"config": dict(self.config), "model_state_dict": state, "epoch": 0}, file)
 
     @property
     def _like(self) -> Tensor:

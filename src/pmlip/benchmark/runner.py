@@ -72,6 +72,8 @@ def run_cells(
                 bar.update(task, advance=1, description=f"cells, last {cell.name}")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for worker in multiprocessing.active_children():
+                worker.terminate()  # or it would begin the next cell
             raise
     if failures:
         reasons = "; ".join(f"{name}: {error}" for name, error in failures.items())

@@ -41,14 +41,14 @@ def summary(results: Results) -> list[dict[str, Any]]:
 
     The paper's values stand beside ours where backbone and data are its own.
     """
-    groups: dict[tuple[str, str, int, int], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, str, int, str], list[dict[str, Any]]] = {}
     for result in results.values():
         cell = result["cell"]
-        key = (cell["backbone"], cell["data"], cell["size"], METHODS.index(cell["method"]))
-        groups.setdefault(key, []).append(result)
+        groups.setdefault((cell["backbone"], cell["data"], cell["size"], cell["method"]), []).append(result)
     rows = []
-    for (backbone, data, size, number), found in sorted(groups.items()):
-        method = METHODS[number]
+    known = {method: number for number, method in enumerate(METHODS)}
+    for key, found in sorted(groups.items(), key=lambda group: (*group[0][:3], known.get(group[0][3], len(known)))):
+        backbone, data, size, method = key
         row: dict[str, Any] = {"backbone": backbone, "data": data, "size": size, "method": method, "seeds": len(found)}
         row["samples"] = found[0]["samples"]
         for name in COLUMNS:
@@ -159,7 +159,7 @@ def figure(results: Results) -> "Figure":
         for column, name in enumerate(shown):
             title, scale, _ = COLUMNS[name]
             axes = picture.add_subplot(len(places), len(shown), len(shown) * line + column + 1)
-            draw_score(axes, rows, METHODS, name, scale=scale)
+            draw_score(axes, rows, list(dict.fromkeys([*METHODS, *(row["method"] for row in rows)])), name, scale=scale)
             axes.set(xlabel="training structures", title=title + (", meV/Å" if scale > 1 else ""))
             if column == 0:
                 axes.set_ylabel(" on ".join(place))

@@ -94,6 +94,6 @@ def one_sentence() -> Iterator[None]:
     except (ValueError, FileNotFoundError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(BAD_INPUT) from error
-    except (ImportError, OSError, MemoryError, CellError) as error:
+    except (ImportError, OSError, MemoryError, FloatingPointError, CellError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(FAILED) from error

@@ -51,7 +51,8 @@ def run(
     for file in (data, *unseen):
         read, _ = read_structures(file, **keys)
         if report is not None:
-            require_labels(read, ["forces"])  # of every figure
+            with in_file(file):
+                require_labels(read, ["forces"])  # of every figure
         kept = [atoms for atoms in read if not left_out or fingerprint([atoms])[:16] not in left_out]
         if not kept:
             raise ValueError(f"{file}: the run in {exclude} has seen every structure of it")

@@ -23,7 +23,7 @@ from pmlip.files import write_json
 from pmlip.progress import progress_bar
 from pmlip.reading import read_structures
 from pmlip.structures import check_labels, fingerprint
-from pmlip.training import Finetuned, finetune, seconds_per_step
+from pmlip.training import finetune, seconds_per_step
 
 
 def run(
@@ -110,7 +110,9 @@ def run(
         "offsets": result.offsets,
         "error_before": result.scales,
         "noise_rate": result.noise_rate,
-        "validation": {**_kept_scores(result), "score": result.best},
+        "validation": {
+            "score" if name == "valid" else name.removeprefix("valid_"): x for name, x in result.validation.items()
+        },
         **environment(),
     }
     trained.save(out / "model.pt")
@@ -147,12 +149,6 @@ def _split(available: int, count: int | None, seed: int, path: Path) -> tuple[li
         )
     order = np.random.default_rng([seed, 3]).permutation(available).tolist()
     return sorted(order[held:] if count is None else order[held : held + count]), sorted(order[:held])
-
-
-def _kept_scores(result: Finetuned) -> dict[str, float]:
-    """Validation scores by label of the weights that were kept, in eV and Å."""
-    kept = next((line for line in result.log if line.get("valid") == result.best), {})
-    return {name.removeprefix("valid_"): value for name, value in kept.items() if name.startswith("valid_")}
 
 
 def as_toml(settings: Mapping[str, Any]) -> str:

@@ -146,7 +146,9 @@ class BLIP(WrappedMethod):
         layers: dict[str, list[str]] = {}
         for site in (site for mlp in backbone.mlps() for site in mlp):
             layers.setdefault(site.rows, []).append(site.name)
-        example = backbone.row_features(backbone.graph([bulk("Si")]))
+        example = bulk("Si")
+        example.info |= {"charge": 0, "spin": 1}  # some potentials want to know
+        example = backbone.row_features(backbone.graph([example]))
         features = {kind: example[kind].shape[-1] for kind in layers}
         self.options = {"beta": beta, "prior": prior, "largest": largest, "offset": offset}
         self.posterior = make_variational(
@@ -177,7 +179,4 @@ class BLIP(WrappedMethod):
         return self._penalty
 
 
-def make(
-    backbone: Backbone, *, beta: float = 1e-3, prior: float = 0.01, largest: float = 0.1, offset: float = 10.0
-) -> BLIP:
-    return BLIP(backbone, beta=beta, prior=prior, largest=largest, offset=offset)
+make = BLIP

@@ -20,5 +20,4 @@ class Confidence(Gaussian):
         return errors[:, None]
 
 
-def make(backbone: Backbone) -> Confidence:
-    return Confidence(backbone)
+make = Confidence

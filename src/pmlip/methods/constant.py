@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from pmlip.backbones.base import Backbone, Graph
+from pmlip.backbones.base import Graph
 from pmlip.methods.gaussian import Gaussian
 
 
@@ -14,5 +14,4 @@ class Constant(Gaussian):
         return torch.ones_like(forces[:, :1])
 
 
-def make(backbone: Backbone) -> Constant:
-    return Constant(backbone)
+make = Constant

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from pmlip.backbones.base import Backbone, Graph
+from pmlip.backbones.base import Graph
 from pmlip.methods.base import WrappedMethod
 
 
@@ -24,5 +24,4 @@ class Deterministic(WrappedMethod):
         return {name: value[None] for name, value in self.backbone(graph).items()}
 
 
-def make(backbone: Backbone) -> Deterministic:
-    return Deterministic(backbone)
+make = Deterministic

@@ -33,6 +33,12 @@ class Ensemble(StoredMethod):
     def backbone(self) -> Backbone:  # type: ignore[override]  # that of the first member, which it owns
         return self.parts()[0].backbone
 
+    @property
+    def trained(self) -> bool:
+        """Before training the members are all the same."""
+        first, second = (member.parameters() for member in self.parts()[:2])
+        return any(not torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
     def settings(self) -> dict[str, int]:
         return {"members": len(self.members)}
 
@@ -61,5 +67,4 @@ class Ensemble(StoredMethod):
         return {name: value.mean(0, keepdim=True) for name, value in joined.items()} if draws is None else joined
 
 
-def make(backbone: Backbone, *, members: int = 3) -> Ensemble:
-    return Ensemble(backbone, members=members)
+make = Ensemble

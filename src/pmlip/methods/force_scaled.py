@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from pmlip.backbones.base import Backbone, Graph
+from pmlip.backbones.base import Graph
 from pmlip.methods.gaussian import Gaussian
 from pmlip.samples import mean_per_system
 
@@ -16,5 +16,4 @@ class ForceScaled(Gaussian):
         return mean_per_system(forces.square(), node, graph.systems).sqrt()[node, None]
 
 
-def make(backbone: Backbone) -> ForceScaled:
-    return ForceScaled(backbone)
+make = ForceScaled

@@ -88,5 +88,4 @@ class MCDropout(WrappedMethod):
         return each_sample(run, draws)
 
 
-def make(backbone: Backbone, *, share: float = 0.05) -> MCDropout:
-    return MCDropout(backbone, share=share)
+make = MCDropout
