@@ -115,6 +115,7 @@ def test_ensembles_have_members_and_row_noise_has_none():
 
 @pytest.mark.parametrize("form", ["extxyz", "traj", "db"])
 def test_uncertainties_survive_the_file(model, tmp_path, form):
+    model.record["calibration"] = {"conformal": 2.5}
     atoms, path = water(model), tmp_path / f"md.{form}"
     record = Recorder(atoms, path)
     for _ in range(2):
@@ -122,6 +123,8 @@ def test_uncertainties_survive_the_file(model, tmp_path, form):
         atoms.rattle(0.01)
     expected = water(model)
     expected.get_forces()
+    sigma = (1 + 1 / 5) ** 0.5 * expected.calc.results["forces_uncertainty"]
+    np.testing.assert_allclose(expected.calc.results["forces_interval"], 2.5 * sigma)
     if form == "db":
         row = next(ase.db.connect(path).select("max_atom_uncertainty>0"))
         found = {**row.key_value_pairs, **row.data}

@@ -77,8 +77,8 @@ def test_the_page_holds_all_it_needs(page):
     assert "&#34;steps&#34;: 7" in text or '"steps": 7' in text
 
 
-def said(*judgements, unseen=()):
-    return " ".join(sentence["text"] for sentence in sentences(judgements, unseen))
+def said(*judgements, unseen=(), records=None):
+    return " ".join(sentence["text"] for sentence in sentences(judgements, unseen, records or {}))
 
 
 def test_sentences_say_what_is_wrong():
@@ -95,6 +95,14 @@ def test_sentences_say_what_is_wrong():
         r"On far.extxyz the errors are (3\.9|4\.0)\d times those on data.extxyz, the spread 1.00 times", far
     )
     assert "It does not notice: do not rely on the spread there." in far
+
+
+@pytest.mark.parametrize(("error", "share"), [(1.0, 95), (2.0, 67)])
+def test_a_report_says_whether_a_calibration_keeps_its_promise(error, share):
+    calibration = {"conformal": 1.96, "level": 0.95, "data": "valid.extxyz", "samples": 32}
+    text = said(drawn(error=error), records={"p-tiny": {"calibration": calibration}})
+    found = re.search(r"on valid.extxyz, mean ± 1.96 sigma, holds (\d+) % .* 95 % were promised", text)
+    assert float(found[1]) == pytest.approx(share, abs=3)
 
 
 def test_scores_have_intervals_around_them():

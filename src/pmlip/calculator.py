@@ -18,10 +18,11 @@ from ase.io.trajectory import Trajectory
 from ase.outputs import Properties, all_outputs
 
 from pmlip.methods.base import Method
+from pmlip.metrics import predictive_sigma
 from pmlip.model import load
 from pmlip.samples import Samples
 
-PER_ATOM = ("forces_uncertainty", "atom_uncertainty")
+PER_ATOM = ("forces_uncertainty", "atom_uncertainty", "forces_interval")
 PER_STRUCTURE = ("energy_uncertainty", "max_atom_uncertainty", "stress_uncertainty")
 POINTS = ("mean", "zero")
 
@@ -36,6 +37,8 @@ class PMLIPCalculator(Calculator):
         atom_uncertainty      (atom,) eV/Å, root of the trace of the covariance of its force, the same in every frame
         max_atom_uncertainty  eV/Å, its largest value
         stress_uncertainty    (6,) eV/Å^3, where there is a cell
+        forces_interval       (atom, 3) eV/Å, of a model from `pmlip calibrate`: DFT forces lie within forces ± this as
+                              often as was asked for there, with as many samples as there
 
     and in MACE's naming energy_var and stress_var, their squares. ensembles=True adds energy_ensemble (K,),
     forces_ensemble (K, atom, 3), stress_ensemble (K, 6), and forces_comm, the second once more.
@@ -49,7 +52,7 @@ class PMLIPCalculator(Calculator):
     implemented_properties: ClassVar[list[str]] = [
         *("energy", "free_energy", "forces", "stress"),
         *("energy_uncertainty", "forces_uncertainty", "stress_uncertainty"),
-        *("atom_uncertainty", "max_atom_uncertainty", "energy_var", "stress_var"),
+        *("atom_uncertainty", "max_atom_uncertainty", "forces_interval", "energy_var", "stress_var"),
     ]
 
     def __init__(
@@ -82,7 +85,7 @@ class PMLIPCalculator(Calculator):
     ) -> None:
         super().calculate(atoms, properties, system_changes)
         drawn = self.model.sample(self.atoms, samples=self.samples, seed=self.seed)
-        self.results = uncertainties(drawn)[0]
+        self.results = uncertainties(drawn, conformal=self.model.conformal)[0]
         chosen = drawn.mean if self.point == "mean" else self.model.predict(self.atoms)
         self.results |= {
             "energy": float(chosen.energy[0]),
@@ -117,8 +120,11 @@ class PMLIPCalculator(Calculator):
         return [self.model.member(k, seed=self.seed).calculator() for k in range(self.samples)]
 
 
-def uncertainties(drawn: Samples) -> list[dict[str, Any]]:
-    """What the samples say of each structure, under the names in `PER_STRUCTURE` and `PER_ATOM`."""
+def uncertainties(drawn: Samples, *, conformal: float | None = None) -> list[dict[str, Any]]:
+    """What the samples say of each structure, under the names in `PER_STRUCTURE` and `PER_ATOM`.
+
+    conformal: the factor that `pmlip.calibration` found for intervals of the forces.
+    """
     spread = drawn.spread
     found = []
     for index in range(drawn.systems):
@@ -132,6 +138,8 @@ def uncertainties(drawn: Samples) -> list[dict[str, Any]]:
         }
         if "stress" in spread and bool(spread.stress[index].isfinite().all()):
             own["stress_uncertainty"] = spread.stress[index].double().numpy()
+        if conformal is not None:
+            own["forces_interval"] = conformal * predictive_sigma(forces, drawn.count)
         found.append(own)
     return found
 
@@ -143,7 +151,8 @@ def annotated(atoms: Atoms, results: Mapping[str, Any]) -> Atoms:
         if name in results:
             carrier.info[name] = results[name]
     for name in PER_ATOM:
-        carrier.arrays[name] = results[name]
+        if name in results:
+            carrier.arrays[name] = results[name]
     known = {name: value for name, value in results.items() if name in all_properties}
     carrier.calc = SinglePointCalculator(carrier, **known)
     return carrier
@@ -174,8 +183,7 @@ def _write_extxyz(path: Path, atoms: Atoms) -> None:
 
 
 def _write_traj(path: Path, atoms: Atoms) -> None:
-    for name in PER_ATOM:  # traj keeps no arrays of other names
-        atoms.info[name] = atoms.arrays[name]
+    atoms.info |= _per_atom(atoms)  # traj keeps no arrays of other names
     with Trajectory(path, "a") as trajectory:
         trajectory.write(atoms)
 
@@ -184,7 +192,11 @@ def _write_database(path: Path, atoms: Atoms) -> None:
     pairs = {name: atoms.info[name] for name in PER_STRUCTURE if np.ndim(atoms.info.get(name, [])) == 0}
     rest = {name: atoms.info[name] for name in PER_STRUCTURE if name in atoms.info and name not in pairs}
     with ase.db.connect(path) as database:
-        database.write(atoms, key_value_pairs=pairs, data=rest | {name: atoms.arrays[name] for name in PER_ATOM})
+        database.write(atoms, key_value_pairs=pairs, data=rest | _per_atom(atoms))
+
+
+def _per_atom(atoms: Atoms) -> dict[str, np.ndarray]:
+    return {name: atoms.arrays[name] for name in PER_ATOM if name in atoms.arrays}
 
 
 _WRITERS: dict[str, Callable[[Path, Atoms], None]] = {

@@ -53,9 +53,9 @@ def predict_file(
             drawn = model.sample(as_structures(batch), samples=count, seed=seed)
         except StructureError as error:
             raise ValueError(f"{source}: {error.after(done)}") from error
-        mean = drawn.mean
+        mean, found = drawn.mean, uncertainties(drawn, conformal=model.conformal)
         with partial.open("a") as file:
-            for index, (atoms, own) in enumerate(zip(batch, uncertainties(drawn), strict=True)):
+            for index, (atoms, own) in enumerate(zip(batch, found, strict=True)):
                 own |= {"energy": float(mean.energy[index]), "forces": mean.forces[drawn.system == index].numpy()}
                 if "stress_uncertainty" in own:
                     own["stress"] = mean.stress[index].double().numpy()

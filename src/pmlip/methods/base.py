@@ -55,6 +55,12 @@ class Method(nn.Module, ABC):
         """Whether its spread means anything."""
         return True
 
+    @property
+    def conformal(self) -> float | None:
+        """Forces lie within mean ± this times sigma as often as a calibration promised; None without one."""
+        factor: float | None = self.record.get("calibration", {}).get("conformal")
+        return factor
+
     def new_parameters(self) -> list[nn.Parameter]:
         """The parameters that the backbone does not have; they start from nothing and learn faster."""
         return []

@@ -49,7 +49,7 @@ def write_report(
         inside=inside,
         records=records or {},
         rows=[score_row(judged) for judged in (*inside, *unseen)],
-        sentences=sentences(inside, unseen),
+        sentences=sentences(inside, unseen, records or {}),
         figures={name: Markup(svg) for name, svg in _figures(inside, unseen).items()},
         view=view(inside[0]),
         viewer=Markup(viewer_code()),

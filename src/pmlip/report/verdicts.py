@@ -1,6 +1,7 @@
 """What the figures mean for these models, in sentences."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,12 +14,16 @@ FAR = 0.03  # a share outside the 95 % interval that differs by this much from 5
 OFFSET = 0.5  # eV/atom; a larger error of the energies is a constant that was not fitted
 
 
-def sentences(inside: Sequence[Judged], unseen: Sequence[Judged]) -> list[dict[str, str]]:
-    """What the figures mean for these models: a verdict (good, fair, bad) and a sentence each."""
+def sentences(inside: Sequence[Judged], unseen: Sequence[Judged], records: Mapping[str, Any]) -> list[dict[str, str]]:
+    """What the figures mean for these models: a verdict (good, fair, bad) and a sentence each.
+
+    records: how each model was made, by its name.
+    """
     said = []
     for judged in inside:
         who = f"{judged.model}: " if len(inside) > 1 else ""
-        for verdict, text in (*_calibration(judged), *_worth(judged), *_ranking(judged), *_constant(judged)):
+        promised = _promise(judged, records.get(judged.model, {}).get("calibration", {}))
+        for verdict, text in (*_calibration(judged), *promised, *_worth(judged), *_ranking(judged), *_constant(judged)):
             said.append({"verdict": verdict, "text": who + text})
     for judged in unseen:
         said += [{"verdict": verdict, "text": text} for verdict, text in _outside(inside[0], judged)]
@@ -46,6 +51,22 @@ def _calibration(judged: Judged) -> list[tuple[str, str]]:
             f"with {covering:.2f}; {tails} the spread tells.",
         )
     ]
+
+
+def _promise(judged: Judged, calibration: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Is what the conformal interval of a calibration promises kept here?"""
+    factor, level = calibration.get("conformal"), calibration.get("level")
+    if factor is None or level is None:
+        return []
+    forces = judged.forces
+    sigma = metrics.predictive_sigma(forces.spread, len(forces.samples))
+    inside = float((np.abs(forces.mean - forces.target) <= factor * sigma).mean())
+    text = (
+        f"The interval of its calibration on {calibration['data']}, mean ± {factor:.2f} sigma, holds "
+        f"{100 * inside:.0f} % of the force components here; {100 * level:.0f} % were promised for structures like "
+        f"those, with K = {calibration['samples']}."
+    )
+    return [("good" if inside >= level - FAR else "bad", text)]
 
 
 def _constant(judged: Judged) -> list[tuple[str, str]]:
