@@ -102,7 +102,8 @@ def test_a_report_of_two_models_side_by_side(finetuned, tmp_path):
     record = json.loads(result.stdout)
     inside, outside = (str(tmp_path / name / "test.extxyz") for name in ("a", "b"))
     assert {inside, outside, "compared"} <= record.keys()
-    assert record["compared"]["other"]["forces"] == record[inside]["forces"]
+    assert record["compared"]["other"][inside]["forces"] == record[inside]["forces"]
+    assert record["compared"]["other"][outside]["against"] == record[outside]["against"]
     text = (tmp_path / "report.html").read_text()
     assert "p-chgnet: Errors of the forces" in text
     assert "other: Errors of the forces" in text

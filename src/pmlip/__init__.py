@@ -7,13 +7,20 @@ and every prediction comes as K samples. To read the code, follow the flow of th
         -> scores -> losses -> training (config, runstate, references) | metrics -> evaluation | calculator, propagation
 """
 
+import importlib
+from types import ModuleType
+
 from pmlip import datasets, losses, metrics, noise, scores
 from pmlip.backbones import load_backbone
 from pmlip.calculator import PMLIPCalculator, Recorder
+from pmlip.calibration import calibrate
 from pmlip.checkpoint import CheckpointError
 from pmlip.config import FinetuneConfig
 from pmlip.evaluation import evaluate
 from pmlip.injection import Site
+from pmlip.methods.blip import BLIP
+from pmlip.methods.ensemble import Ensemble
+from pmlip.methods.mc_dropout import MCDropout
 from pmlip.model import Perturbed, Potential, load, perturb
 from pmlip.propagation import propagate
 from pmlip.reading import read_structures
@@ -22,8 +29,11 @@ from pmlip.structures import labels
 from pmlip.training import finetune
 
 __all__ = [
+    "BLIP",
     "CheckpointError",
+    "Ensemble",
     "FinetuneConfig",
+    "MCDropout",
     "Outputs",
     "PMLIPCalculator",
     "Perturbed",
@@ -31,6 +41,7 @@ __all__ = [
     "Recorder",
     "Samples",
     "Site",
+    "calibrate",
     "datasets",
     "evaluate",
     "finetune",
@@ -39,9 +50,20 @@ __all__ = [
     "load_backbone",
     "losses",
     "metrics",
+    "nbody",
     "noise",
     "perturb",
     "propagate",
     "read_structures",
+    "report",
     "scores",
+    "torchsim",
 ]
+
+_WHEN_ASKED = ("nbody", "report", "torchsim")  # they import what most programs do not need
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _WHEN_ASKED:
+        return importlib.import_module(f"pmlip.{name}")
+    raise AttributeError(f"module 'pmlip' has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -10,7 +11,7 @@ from rich.table import Table
 from pmlip import datasets
 from pmlip.backbones import load_backbone
 from pmlip.config import FinetuneConfig
-from pmlip.evaluation import compare, evaluate
+from pmlip.evaluation import as_record, compare, evaluate
 from pmlip.files import atomic_write
 from pmlip.model import Potential, perturb
 from pmlip.report import Judged, check_installed, plots, write_report
@@ -28,7 +29,8 @@ TESTS = {
 }
 
 
-def run(out: Path, *, steps: int, seed: int, console: Console) -> None:
+def run(out: Path, *, steps: int, seed: int, console: Console) -> dict[str, Any]:
+    """Gives the scores of each set of structures."""
     check_installed()
     train, valid = datasets.silica_pbe("train")[:TRAINING], datasets.silica_pbe("valid")[:VALIDATION]
     tests = {name: datasets.silica_pbe(name) for name in TESTS}
@@ -77,6 +79,8 @@ def run(out: Path, *, steps: int, seed: int, console: Console) -> None:
     _write(out, model, judged)
     console.print(f"report and pictures: {out / 'report.html'}, {out / 'spread-and-error.png'}, {out / 'unseen.png'}")
     console.print(f"model: {out / 'p-chgnet.pt'}")
+    scores = {name: as_record(row.evaluation) for name, row in zip(TESTS, judged, strict=True)}
+    return {"force_mae_before": before, **scores}
 
 
 def _bar(console: Console) -> Progress:

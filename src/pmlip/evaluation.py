@@ -29,6 +29,10 @@ class Evaluation:
     point: Outputs = field(repr=False)  # the prediction without noise
     target: Outputs = field(repr=False)
 
+    def subset(self, samples: int) -> "Evaluation":
+        """The same with the first so many samples."""
+        return _judged(self.drawn.subset(samples), self.point, self.target, self.seconds)
+
     def scaled(self, factor: float) -> "Evaluation":
         """The same with the spread times this factor, about the mean."""
         return _judged(self.drawn.scaled(factor), self.point, self.target, self.seconds)

@@ -65,6 +65,7 @@ RECIPES: dict[str, Recipe] = {
 class Preset:
     settings: NBodySettings
     recipes: dict[str, Recipe]
+    sizes: tuple[int, ...] = (1000, 3000, 10000)  # of training sets, where none are asked for
     validation_only: bool = False  # for tuning, which must not see the test data
 
 
@@ -76,6 +77,7 @@ PRESETS = {
             validation_samples=10,
         ),
         {name: replace(recipe, epochs=3, shrink=0.0) for name, recipe in RECIPES.items()},
+        sizes=(200, 400),
     ),
     "full": Preset(NBodySettings(), RECIPES),
 }
@@ -90,8 +92,8 @@ def run(
     folder: Path,
     jobs: int,
     console: Console,
-) -> None:
-    """Run the cells that are not finished, then write the table and the figure of all that are."""
+) -> list[dict[str, Any]]:
+    """Run the cells that are not finished, then write the table and the figure of all that are, and give its rows."""
     check_installed()
     for method in methods:
         if method not in METHODS:
@@ -107,7 +109,8 @@ def run(
     try:
         run_rounds(rounds, lambda part: run_cells(part, job, folder, jobs=jobs, console=console))
     finally:  # also when a cell failed: what is finished is worth a table
-        publish(folder, table=table, summary=summary, figure=figure, console=console)
+        rows = publish(folder, table=table, summary=summary, figure=figure, console=console)
+    return rows
 
 
 def prepare(cells: Sequence[Cell], preset: Preset, folder: Path, *, seeds: int) -> None:

@@ -25,17 +25,19 @@ def publish(
     summary: Callable[[Results], list[dict[str, Any]]],
     figure: Callable[[Results], "Figure"],
     console: Console,
-) -> None:
-    """Write table and figure of all cells that are finished."""
+) -> list[dict[str, Any]]:
+    """Write table and figure of all cells that are finished; gives the rows of the table."""
     results = read_cells(folder)
     if not results:
-        return
+        return []
     with atomic_write(folder / "table.md") as file:
         file.write(table(results).encode())
-    write_json(folder / "table.json", summary(results))
+    rows = summary(results)
+    write_json(folder / "table.json", rows)
     with atomic_write(folder / "figure.png") as file:
         figure(results).savefig(file, dpi=150, format="png")
     console.print(table(results), soft_wrap=True, markup=False)
+    return rows
 
 
 def over_seeds(values: Sequence[float]) -> dict[str, float]:

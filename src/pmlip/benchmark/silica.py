@@ -69,8 +69,9 @@ def run(
     folder: Path,
     jobs: int,
     console: Console,
-) -> None:
-    """Run the cells that are not finished, then write the table and the figure of all that are."""
+    device: str = "cpu",
+) -> list[dict[str, Any]]:
+    """Run the cells that are not finished, then write the table and the figure of all that are, and give its rows."""
     check_installed()
     for name in names:
         methods.check(name.partition("+")[0])
@@ -91,11 +92,28 @@ def run(
     for cell, result in read_cells(folder).items():
         if cell in (*trained, *composed) and result["settings"] != _described(settings, cell, hashes[cell.size]):
             raise ValueError(f"{cell.file(folder)} was made with other settings; give another folder with --out")
-    job = partial(work, settings=settings, folder=folder)
+    _check_weights(composed, folder)
+    job = partial(work, settings=settings, folder=folder, device=device)
     try:
         run_rounds([trained, composed], lambda part: run_cells(part, job, folder, jobs=jobs, console=console))
     finally:  # also when a cell failed: what is finished is worth a table
-        publish(folder, table=table, summary=summary, figure=figure, console=console)
+        rows = publish(folder, table=table, summary=summary, figure=figure, console=console)
+    return rows
+
+
+def _check_weights(composed: Sequence[Cell], folder: Path) -> None:
+    """What a cell is made of must be there, or be made before it."""
+    for cell in composed:
+        for part in made_of(cell):
+            if not cell.file(folder).exists() and part.file(folder).exists() and not _weights(part, folder).exists():
+                raise FileNotFoundError(
+                    f"{cell.name} needs {_weights(part, folder)}, which is kept only where it was trained; remove "
+                    f"{part.file(folder)} to train it again"
+                )
+
+
+def _weights(cell: Cell, folder: Path) -> Path:
+    return folder / "weights" / f"{cell.name}.pt"
 
 
 def _file(given: str) -> Path:
@@ -202,15 +220,15 @@ def _check_enough(needed: int, held: int, settings: SilicaSettings) -> None:
         )
 
 
-def work(cell: Cell, *, settings: SilicaSettings, folder: Path) -> dict[str, Any]:
+def work(cell: Cell, *, settings: SilicaSettings, folder: Path, device: str = "cpu") -> dict[str, Any]:
     """Fine-tune one method, or put it together from what is fine-tuned, and judge it."""
     data = splits(cell.size, settings)
     if parts := made_of(cell):
-        plain = [_fine_tuned(part, data, settings, folder) for part in parts]
+        plain = [_fine_tuned(part, data, settings, folder, device) for part in parts]
         model = _put_together(_method(cell), plain, data)
         training = _summed([part.record["training"] for part in plain])
     else:
-        model = _fine_tuned(cell, data, settings, folder)
+        model = _fine_tuned(cell, data, settings, folder, device)
         training = model.record["training"]
     factor = _spread_factor(model, data.valid, settings)
     as_trained = evaluate(model, data.test, samples=settings.test_samples)
@@ -222,6 +240,7 @@ def work(cell: Cell, *, settings: SilicaSettings, folder: Path) -> dict[str, Any
         "spread_factor": factor,
         "test": _flat(inside),
         "test_as_trained": _flat(as_trained),
+        **({"test_three_samples": _flat(inside.subset(3))} if inside.samples > 3 else {}),
         "all_scores": inside.scores,
         "unseen": {},
         "training": training,
@@ -247,13 +266,13 @@ def _spread_factor(model: Method, valid: Sequence[Atoms], settings: SilicaSettin
     return best_factor(model.sample(valid, samples=settings.test_samples).forces.double(), labels(valid).forces)
 
 
-def _fine_tuned(cell: Cell, data: Splits, settings: SilicaSettings, folder: Path) -> Method:
+def _fine_tuned(cell: Cell, data: Splits, settings: SilicaSettings, folder: Path, device: str) -> Method:
     """The method of a cell, fine-tuned; its record tells the cost. Kept in a file, for others that are made of it."""
-    file = folder / "weights" / f"{cell.name}.pt"
+    file = _weights(cell, folder)
     described = _described(settings, cell, data.hash)
-    backbone = load_backbone(settings.backbone, weights=settings.weights, trust=settings.trust)
+    backbone = load_backbone(settings.backbone, weights=settings.weights, trust=settings.trust, device=device)
     if file.exists():
-        stored: Method = load(file, backbone=backbone)
+        stored: Method = load(file, backbone=backbone, device=device)
         if stored.record["settings"] == described:
             return stored
     torch.manual_seed(cell.seed)  # of what a method adds to the backbone

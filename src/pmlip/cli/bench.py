@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from pmlip.cli.options import Trust, Weights, one_sentence
+from pmlip.cli.options import AsJson, Trust, Weights, one_sentence, print_json
 from pmlip.config import FinetuneConfig
 
 bench = typer.Typer(no_args_is_help=True, help="Benchmarks; each writes result files.")
@@ -22,18 +22,24 @@ Results = Annotated[Path, typer.Option(help="Folder of the result files; what is
 @bench.command()
 def nbody(
     methods: Methods = "egnn,ensemble,blip,mc-dropout,p-egnn",
-    sizes: Sizes = "1000,3000,10000",
+    sizes: Annotated[
+        str | None, typer.Option(help="Training sizes, with commas between them; by default those of the preset.")
+    ] = None,
     seeds: Seeds = 4,
     jobs: Jobs = 1,
     preset: Annotated[str, typer.Option(help="quick: minutes, to try it out; full: the benchmark.")] = "full",
     at_rest: Annotated[bool, typer.Option(help="Work in the frame of the centre of mass.")] = True,
     time_reversal: Annotated[bool, typer.Option(help="Train on the reversed trajectories too.")] = True,
-    out: Results = Path("benchmarks/results/nbody"),
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the result files; by default benchmarks/results/nbody, or nbody-quick."),
+    ] = None,
     params: Annotated[bool, typer.Option("--params", help="Print the paper's table of parameters and stop.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Where are five charged particles after a thousand steps? Trains each method from scratch.
 
-    Example: pmlip bench nbody --preset quick --methods egnn,p-egnn --sizes 200,400 --seeds 2 --jobs 2 --out nbody-quick
+    Example: pmlip bench nbody --preset quick --methods egnn,p-egnn --seeds 2 --jobs 2
     """
     from pmlip.benchmark import nbody as benchmark
     from pmlip.nbody.methods import parameter_table
@@ -47,15 +53,16 @@ def nbody(
             raise ValueError(f"unknown preset {preset!r}; allowed: {', '.join(benchmark.PRESETS)}")
         chosen = benchmark.PRESETS[preset]
         settings = replace(chosen.settings, at_rest=at_rest, time_reversal=time_reversal)
-        benchmark.run(
+        rows = benchmark.run(
             methods=_listed(methods),
-            sizes=_whole_numbers(sizes),
+            sizes=chosen.sizes if sizes is None else _whole_numbers(sizes),
             seeds=seeds,
             preset=replace(chosen, settings=settings),
-            folder=out,
+            folder=out or Path("nbody-quick" if preset == "quick" else "benchmarks/results/nbody"),
             jobs=jobs,
-            console=Console(),
+            console=Console(quiet=as_json),
         )
+    print_json(rows, as_json)
 
 
 @bench.command()
@@ -106,17 +113,22 @@ def silica(
     test: Annotated[int, typer.Option(min=3, help="Structures to test on, where the data has no such part.")] = 400,
     samples: Annotated[int, typer.Option(min=2, help="Samples K at test.")] = 32,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of each fine-tuning; by default about 600.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Structures in a step.")] = FinetuneConfig.batch,
+    chunk: Annotated[int | None, typer.Option(min=1, help="Samples in one pass of a step; by default all.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     jobs: Jobs = 1,
     out: Results = Path("benchmarks/results/silica"),
+    as_json: AsJson = False,
 ) -> None:
     """Fine-tune a pretrained potential on silica by every method, and compare them.
 
     Example: pmlip bench silica --data silica-pbe --backbone chgnet --methods p,constant --sizes 32 --seeds 2
     """
     from pmlip.benchmark import silica as benchmark
+    from pmlip.commands.checks import chosen_device
 
     with one_sentence():
-        benchmark.run(
+        rows = benchmark.run(
             benchmark.SilicaSettings(
                 backbone=backbone,
                 data=benchmark.SHIPPED if data == "silica_pbe" else data,  # its name in Python
@@ -126,15 +138,17 @@ def silica(
                 trust=trust,
                 test=test,
                 test_samples=samples,
-                config=FinetuneConfig(steps=steps),
+                config=FinetuneConfig(steps=steps, batch=batch, chunk=chunk),
             ),
             names=_listed(methods),
             sizes=_whole_numbers(sizes),
             seeds=seeds,
             folder=out,
             jobs=jobs,
-            console=Console(),
+            console=Console(quiet=as_json),
+            device=chosen_device(device),
         )
+    print_json(rows, as_json)
 
 
 @bench.command()

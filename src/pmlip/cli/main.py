@@ -38,6 +38,7 @@ def demo(
     ] = Path("pmlip-demo"),
     steps: Annotated[int, typer.Option(min=1, help="Training steps, about.")] = 300,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the training.")] = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Fine-tune P-CHGNet on the silica set that ships with pmlip; show its spread beside its error.
 
@@ -46,7 +47,8 @@ def demo(
     from pmlip.demo import run
 
     with one_sentence():
-        run(out, steps=steps, seed=seed, console=Console())
+        record = run(out, steps=steps, seed=seed, console=Console(quiet=as_json))
+    print_json(record, as_json)
 
 
 @app.command()
@@ -65,6 +67,7 @@ def finetune(
     energy_key: EnergyKey = None,
     forces_key: ForcesKey = None,
     stress_key: StressKey = None,
+    device: Device = None,
     tensorboard: Annotated[bool, typer.Option(help="Write curves for TensorBoard to OUT/tensorboard.")] = False,
     settings_file: SettingsFile = None,
     as_json: AsJson = False,
@@ -96,11 +99,12 @@ def finetune(
             options=_options(option or []),
             config=FinetuneConfig(**settings),
             out=out,
+            device=device,
             tensorboard=tensorboard,
             dry_run=dry_run,
             quiet=as_json,
         )
-    print_json(record, as_json and not dry_run and bool(record))
+    print_json(record, as_json and bool(record))
 
 
 def _options(pairs: list[str]) -> dict[str, float | int]:

@@ -15,6 +15,7 @@ from pmlip.benchmark.record import environment
 from pmlip.commands.checks import check_folder, check_structures, chosen, chosen_device, in_file
 from pmlip.evaluation import Evaluation, as_record, compare, evaluate
 from pmlip.files import write_json
+from pmlip.methods import Method
 from pmlip.progress import counter, progress_bar
 from pmlip.reading import read_structures
 from pmlip.report import Judged, check_installed, write_report
@@ -62,41 +63,54 @@ def run(
     outside: list[Judged] = []
     made = {}
     for given in (path, *others):
-        loaded = model.load(given, weights=weights, trust=trust, device=chosen_device(device))
+        loaded = _load(given, weights, trust=trust, device=chosen_device(device), several=bool(others))
         made[names[given]] = loaded.record
         if report is not None:
             loaded.spread_samples(samples)  # refuses what gives no spread
-        for file in (data, *unseen) if given is path else (data,):
+        for file in (data, *unseen):
             with in_file(file):
                 check_structures(loaded.backbone, structures[file], range(len(structures[file])))
             with progress_bar(console) as bar:
                 show = counter(bar, f"{names[given]} on {called[file]}", len(structures[file]))
                 result = evaluate(loaded, structures[file], samples=samples, seed=seed, progress=show)
             console.print(_table(f"{names[given]} on {called[file]}", result))
-            (judged if file is data else outside).append(Judged(names[given], called[file], structures[file], result))
-            if given is not path:
-                record.setdefault("compared", {})[names[given]] = as_record(result)
-                continue
-            record[called[file]] = as_record(result)
+            own = Judged(names[given], called[file], structures[file], result)
+            (judged if file is data else outside).append(own)
+            scored = as_record(result)
+            inside = judged[-1].evaluation
             if (
                 file is not data
-                and judged[0].evaluation.spread.any()
-                and all(np.isfinite(one.error).all() for one in (judged[0].evaluation, result))
+                and inside.spread.any()
+                and all(np.isfinite(one.error).all() for one in (inside, result))
             ):
-                against = compare(judged[0].evaluation, result)
-                record[called[file]]["against"] = {called[data]: against}
+                against = compare(inside, result)
+                scored["against"] = {called[data]: against}
                 console.print(
                     f"{called[file]} against {called[data]}: error times {against['error_ratio']:.2f}, spread times "
                     f"{against['spread_ratio']:.2f}; AUROC of the spread {against['auroc_spread']:.2f}, of the "
                     f"force {against['auroc_force']:.2f}, of the error {against['auroc_error']:.2f}"
                 )
+            place = record if given is path else record.setdefault("compared", {}).setdefault(names[given], {})
+            place[called[file]] = scored
     record |= environment()
     if out is not None:
         write_json(out, record)
     if report is not None:
-        write_report(report, judged, outside, records={name: made[name] for name in made if made[name]})
+        of_first = [own for own in outside if own.model == names[path]]
+        write_report(report, judged, of_first, records={name: made[name] for name in made if made[name]})
         console.print(f"the report is {report}")
     return record
+
+
+def _load(path: Path, weights: Path | None, *, trust: bool, device: str, several: bool) -> Method:
+    """The model in a file; of several models, not all need the same weights, and those that ship with theirs none."""
+    try:
+        loaded: Method = model.load(path, weights=weights, trust=trust, device=device)
+    except ValueError:
+        if weights is None or not several:
+            raise
+        loaded = model.load(path, trust=trust, device=device)
+    return loaded
 
 
 def _names(paths: Sequence[Path], short: Sequence[str]) -> dict[Path, str]:

@@ -17,7 +17,7 @@ from rich.console import Console
 from pmlip import methods
 from pmlip.backbones import load_backbone
 from pmlip.benchmark.record import environment
-from pmlip.commands.checks import check_structures, chosen, in_file
+from pmlip.commands.checks import check_structures, chosen, chosen_device, in_file
 from pmlip.config import FinetuneConfig
 from pmlip.files import write_json
 from pmlip.progress import progress_bar
@@ -39,12 +39,13 @@ def run(
     options: Mapping[str, Any],
     config: FinetuneConfig,
     out: Path,
+    device: str | None,
     tensorboard: bool,
     dry_run: bool,
     quiet: bool,
 ) -> dict[str, Any]:
-    """The summary of the run; empty after a dry run, and for all processes but the first."""
-    fabric = _fabric()
+    """The summary of the run, or what a dry run would do; empty for all processes but the first."""
+    fabric = _fabric(device)
     console = Console(quiet=quiet or fabric.global_rank > 0, stderr=dry_run)  # a dry run prints a settings file
     if tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ImportError("curves for TensorBoard need: pip install tensorboard")
@@ -76,11 +77,14 @@ def run(
             "weights": weights,
         }
         given |= {"trust": trust, "method": method, "option": [f"{name}={value}" for name, value in options.items()]}
-        given |= {"out": out, "tensorboard": tensorboard}
-        print(as_toml(given | dataclasses.asdict(config)))
+        given |= {"out": out, "device": device, "tensorboard": tensorboard, **dataclasses.asdict(config)}
         seconds, steps = seconds_per_step(trained, structures, config, fabric), config.steps_for(len(structures))
-        print(f"# {steps} steps of {seconds:.2f} s: about {steps * len(trained.parts()) * seconds / 60:.0f} minutes")
-        return {}
+        steps *= len(trained.parts())
+        if not quiet:
+            print(as_toml(given))
+            print(f"# {steps} steps of {seconds:.2f} s: about {steps * seconds / 60:.0f} minutes")
+        shown = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+        return {"settings": shown, "steps": steps, "seconds_per_step": seconds}
     with progress_bar(console) as bar:
         task = bar.add_task("fine-tuning", total=None)
         best = float("inf")
@@ -126,12 +130,14 @@ def run(
     return summary
 
 
-def _fabric() -> Fabric:
-    """One process, or those that torchrun started; a GPU each where there are any."""
+def _fabric(device: str | None) -> Fabric:
+    """One process on this device, or those that torchrun started; a GPU each where there are any."""
     world, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+    accelerator, _, index = chosen_device(device).partition(":")
     if world == 1:
-        return Fabric(accelerator=accelerator, devices=1)
+        return Fabric(accelerator=accelerator, devices=[int(index)] if index else 1)
+    if index:
+        raise ValueError(f"torchrun gives each process a device of its own, so give {accelerator!r}, not {device!r}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fabric = Fabric(accelerator=accelerator, devices=local, num_nodes=world // local, strategy="ddp")
