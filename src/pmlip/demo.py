@@ -14,6 +14,7 @@ from pmlip.config import FinetuneConfig
 from pmlip.evaluation import as_record, compare, evaluate
 from pmlip.files import atomic_write
 from pmlip.model import Potential, perturb
+from pmlip.progress import resumable
 from pmlip.report import Judged, check_installed, plots, write_report
 from pmlip.structures import labels
 from pmlip.training import finetune
@@ -52,11 +53,8 @@ def run(out: Path, *, steps: int, seed: int, console: Console) -> dict[str, Any]
             crps = f", CRPS of forces {1e3 * latest['train_forces']:.0f} meV/Å" if latest else ""
             bar.update(task, completed=work[0] * step / steps, description=f"fine-tuning{crps}")
 
-        try:
+        with resumable(console):
             finetune(model, train, valid=valid, config=config, folder=out / "run", progress=trained)
-        except KeyboardInterrupt:
-            console.print("stopped, and nothing is lost: the same command goes on from here")
-            raise
         judged = []
         for number, (name, structures) in enumerate(tests.items()):
             done = sum(work[: number + 1])

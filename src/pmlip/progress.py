@@ -1,6 +1,7 @@
 """The bar that long work shows: what, how much of it, how long, how much longer."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from rich.console import Console
@@ -18,6 +19,16 @@ from rich.progress import (
 def progress_bar(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, TimeRemainingColumn(), console=console)
+
+
+@contextlib.contextmanager
+def resumable(console: Console) -> Iterator[None]:
+    """Say of work that is kept in files that an interruption costs nothing."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print("stopped, and nothing is lost: the same command goes on from here")
+        raise
 
 
 def counter(bar: Progress, what: str, total: int | None = None) -> Callable[[int, int | None], None]:

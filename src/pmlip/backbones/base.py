@@ -69,6 +69,12 @@ class Backbone(nn.Module, ABC):
             found.append(layers)
         return found
 
+    @property
+    def _like(self) -> Tensor:
+        """A parameter, for its device and precision."""
+        parameter: Tensor = next(self.module.parameters())
+        return parameter
+
     def row_features(self, graph: "Graph") -> dict[str, Tensor]:
         """Raw features of the rows of each kind that sites have, invariant to rotation: (row, feature)."""
         raise ValueError(f"the adapter of {self.name} gives no raw features of rows, which this method needs")

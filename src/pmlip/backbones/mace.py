@@ -111,12 +111,6 @@ class MACEBackbone(Backbone):
         with atomic_write(path) as file:
             torch.save(self.module, file)
 
-    @property
-    def _like(self) -> Tensor:
-        """A parameter, for its device and precision."""
-        parameter: Tensor = next(self.module.parameters())
-        return parameter
-
 
 def load(
     variant: str = "", *, weights: str | Path | None = None, device: str = "cpu", trust: bool = False

@@ -240,12 +240,6 @@ class OrbBackbone(Backbone):
         with atomic_write(path) as file:
             torch.save(self.module.state_dict(), file)
 
-    @property
-    def _like(self) -> Tensor:
-        """A parameter, for its device and precision."""
-        parameter: Tensor = next(self.module.parameters())
-        return parameter
-
 
 def variants() -> dict[str, Callable[..., Any]]:
     """The package's models that it has weights for, by their own names."""

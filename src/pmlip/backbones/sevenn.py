@@ -148,12 +148,6 @@ class SevenNetBackbone(Backbone):
         with atomic_write(path) as file:
             torch.save({"config": dict(self.config), "model_state_dict": state, "epoch": 0}, file)
 
-    @property
-    def _like(self) -> Tensor:
-        """A parameter, for its device and precision."""
-        parameter: Tensor = next(self.module.parameters())
-        return parameter
-
 
 def load(variant: str = "", *, weights: str | Path | None = None, device: str = "cpu") -> SevenNetBackbone:
     """A SevenNet by its own name, "7net-0", or a checkpoint from a local file.

@@ -15,7 +15,6 @@ from rich.console import Console
 from pmlip import metrics
 from pmlip.benchmark.nbody_tables import METHODS, figure, summary, table
 from pmlip.benchmark.publish import check_installed, publish
-from pmlip.benchmark.record import environment
 from pmlip.benchmark.runner import Cell, read_cells, run_cells, run_rounds
 from pmlip.calibration import best_factor
 from pmlip.files import atomic_write
@@ -24,7 +23,9 @@ from pmlip.nbody import data as nbody_data
 from pmlip.nbody.data import NBodyConfig, Trajectories
 from pmlip.nbody.egnn import EGNNConfig
 from pmlip.nbody.methods import BLIP, PBLIP, PEGNN, Deterministic, MCDropout, Method, leave_one_out
+from pmlip.nbody.simulate import TIME_STEP
 from pmlip.nbody.training import DivergedError, Recipe, train
+from pmlip.record import environment
 from pmlip.samples import Samples
 from pmlip.scores import fair_crps
 
@@ -36,7 +37,6 @@ TRAINED: dict[str, Callable[..., Method]] = {
     "p-egnn": PEGNN,
     "p-blip": PBLIP,
 }
-ELAPSED = 1.0  # time between input and target
 WATCHED = 10  # samples when a method is judged on its way; the fair CRPS is unbiased at any number
 
 
@@ -277,7 +277,8 @@ def _training_set(data: Trajectories, settings: NBodySettings) -> Trajectories:
 
 def _load(split: str, settings: NBodySettings) -> Trajectories:
     loaded = nbody_data.load(split, settings.data)
-    return loaded.at_rest(ELAPSED) if settings.at_rest else loaded
+    _, (start, end), _ = settings.data.split(split)
+    return loaded.at_rest((end - start) * TIME_STEP) if settings.at_rest else loaded
 
 
 def _load_egnn(weights: Path, size: int, seed: int, preset: Preset) -> Method:

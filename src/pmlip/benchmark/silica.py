@@ -16,7 +16,6 @@ from rich.console import Console
 from pmlip import datasets, methods
 from pmlip.backbones import load_backbone
 from pmlip.benchmark.publish import check_installed, publish
-from pmlip.benchmark.record import environment, slug
 from pmlip.benchmark.runner import Cell, read_cells, run_cells, run_rounds
 from pmlip.benchmark.silica_tables import figure, summary, table
 from pmlip.calibration import best_factor
@@ -25,6 +24,7 @@ from pmlip.evaluation import Evaluation, compare, evaluate, rank_together
 from pmlip.methods import Method
 from pmlip.methods.ensemble import Ensemble
 from pmlip.model import load
+from pmlip.record import environment, slug
 from pmlip.structures import fingerprint, labels, require_labels
 from pmlip.training import finetune
 

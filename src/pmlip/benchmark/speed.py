@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from pmlip.benchmark.record import environment, slug
 from pmlip.files import write_json
+from pmlip.record import environment, slug
 from pmlip.scores import fair_crps
 
 ENTRIES = 100_000

@@ -9,10 +9,10 @@ import torch
 from rich.console import Console
 
 from pmlip.backbones import load_backbone
-from pmlip.benchmark.record import environment, slug
 from pmlip.datasets import silica_pbe
 from pmlip.files import write_json
 from pmlip.model import perturb
+from pmlip.record import environment, slug
 from pmlip.rotation import random_rotation, rotated
 
 SAMPLES, ROTATIONS, SEED = 8, 4, 0

@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 from pmlip import model
-from pmlip.benchmark.record import environment
 from pmlip.commands.checks import check_folder, check_structures, chosen, chosen_device, in_file
 from pmlip.evaluation import Evaluation, as_record, compare, evaluate
 from pmlip.files import write_json
 from pmlip.methods import Method
 from pmlip.progress import counter, progress_bar
 from pmlip.reading import read_structures
+from pmlip.record import environment
 from pmlip.report import Judged, check_installed, write_report
 from pmlip.structures import fingerprint, require_labels
 

@@ -16,12 +16,12 @@ from rich.console import Console
 
 from pmlip import methods
 from pmlip.backbones import load_backbone
-from pmlip.benchmark.record import environment
 from pmlip.commands.checks import check_structures, chosen, chosen_device, in_file
 from pmlip.config import FinetuneConfig
 from pmlip.files import write_json
-from pmlip.progress import progress_bar
+from pmlip.progress import progress_bar, resumable
 from pmlip.reading import read_structures
+from pmlip.record import environment
 from pmlip.structures import check_labels, fingerprint
 from pmlip.training import finetune, seconds_per_step
 
@@ -96,13 +96,10 @@ def run(
             loss = f" loss {latest['loss']:.3f}" if "loss" in latest else ""
             bar.update(task, completed=step, total=steps, description=f"fine-tuning{loss}{scored}")
 
-        try:
+        with resumable(console):
             result = finetune(
                 trained, structures, valid=held_out, config=config, folder=out, fabric=fabric, progress=show
             )
-        except KeyboardInterrupt:
-            console.print("stopped, and nothing is lost: the same command goes on from here")
-            raise
     if fabric.global_rank:
         return {}
     trained.record = {

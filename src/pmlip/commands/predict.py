@@ -8,7 +8,7 @@ from rich.console import Console
 from pmlip import model
 from pmlip.commands.checks import check_new_file, chosen_device
 from pmlip.prediction import predict_file
-from pmlip.progress import counter, progress_bar
+from pmlip.progress import counter, progress_bar, resumable
 
 
 def run(
@@ -26,19 +26,15 @@ def run(
     check_new_file(out)
     loaded = model.load(path, weights=weights, trust=trust, device=chosen_device(device))
     identity = hashlib.sha256(path.read_bytes()).hexdigest()
-    with progress_bar(console) as bar:
-        try:
-            count = predict_file(
-                loaded,
-                data,
-                out,
-                samples=samples,
-                seed=seed,
-                identity=identity,
-                progress=counter(bar, data.name),
-            )
-        except KeyboardInterrupt:
-            console.print("stopped, and nothing is lost: the same command goes on from here")
-            raise
+    with progress_bar(console) as bar, resumable(console):
+        count = predict_file(
+            loaded,
+            data,
+            out,
+            samples=samples,
+            seed=seed,
+            identity=identity,
+            progress=counter(bar, data.name),
+        )
     console.print(f"{count} structures with predictions and uncertainties are in {out}")
     return {"structures": count, "out": str(out), "samples": loaded.fixed_samples or samples, "seed": seed}

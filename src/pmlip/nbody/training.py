@@ -30,8 +30,8 @@ class Recipe:
     weight_decay: float = 0.1
     decay_noise: bool = False  # whether weight decay acts on W_z and the noise weights too
     average: float = 0.998  # decay of the running mean of the weights, which is what is kept; 0 keeps the last weights
-    # stop after so many judgements (there are ten in a training) without a better validation CRPS, and keep the best
-    # weights; None: train to the end and keep the last
+    # stop when more than so many judgements in a row (there are ten in a training) bring no better validation CRPS, and
+    # keep the best weights; None: train to the end and keep the last
     patience: int | None = None
     clip: float = 1.0  # largest norm of the gradient
     warm_up: float = 0.1  # share of the steps in which the learning rate rises
