@@ -42,7 +42,7 @@ def structures(model, *, count=24, stretch=1.0, seed=0):
 
 
 def judged(model, data, name="data.extxyz", called="p-tiny"):
-    return Judged(called, name, data, evaluate(model, data, samples=32))
+    return Judged(called, name, evaluate(model, data, samples=32))
 
 
 def drawn(*, error, name="data.extxyz", count=40, atoms=6, same=False):
@@ -57,7 +57,7 @@ def drawn(*, error, name="data.extxyz", count=40, atoms=6, same=False):
         Outputs({"forces": torch.tensor(target)}, system),
     )
     squares = [(x**2).reshape(count, -1).mean(1) ** 0.5 for x in (samples.std(0, ddof=1), samples.mean(0) - target)]
-    return Judged("p-tiny", name, [], Evaluation(32, count, {}, 0.0, *squares, of_samples, of_samples.mean, of_labels))
+    return Judged("p-tiny", name, Evaluation(32, count, {}, 0.0, *squares, of_samples, of_samples.mean, of_labels))
 
 
 @pytest.fixture(scope="module")

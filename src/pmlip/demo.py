@@ -64,7 +64,7 @@ def run(out: Path, *, steps: int, seed: int, console: Console) -> dict[str, Any]
                 bar.update(task, completed=done + TEST_SAMPLES * count)
 
             evaluation = evaluate(model, structures, samples=TEST_SAMPLES, seed=seed, progress=asked)
-            judged.append(Judged("P-CHGNet", TESTS[name], structures, evaluation))
+            judged.append(Judged("P-CHGNet", TESTS[name], evaluation))
         bar.update(task, completed=sum(work), description="done")
     console.print(_table(judged))
     console.print(

@@ -1,8 +1,9 @@
 """How good a model and its uncertainty are on structures with labels."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,14 +29,22 @@ class Evaluation:
     drawn: Samples = field(repr=False)
     point: Outputs = field(repr=False)  # the prediction without noise
     target: Outputs = field(repr=False)
+    listed: Sequence[Atoms] = field(default=(), repr=False)  # the structures
+
+    def write_report(self, path: str | Path, *, unseen: Mapping[str, "Evaluation"] | None = None) -> None:
+        """One HTML file to look at; unseen: what the model says of other structures, by what they are called."""
+        from pmlip.report import Judged, write_report  # which needs more than an evaluation does
+
+        outside = [Judged("model", name, evaluation) for name, evaluation in (unseen or {}).items()]
+        write_report(path, [Judged("model", "structures", self)], outside)
 
     def subset(self, samples: int) -> "Evaluation":
         """The same with the first so many samples."""
-        return _judged(self.drawn.subset(samples), self.point, self.target, self.seconds)
+        return _judged(self.drawn.subset(samples), self.point, self.target, self.seconds, self.listed)
 
     def scaled(self, factor: float) -> "Evaluation":
         """The same with the spread times this factor, about the mean."""
-        return _judged(self.drawn.scaled(factor), self.point, self.target, self.seconds)
+        return _judged(self.drawn.scaled(factor), self.point, self.target, self.seconds, self.listed)
 
 
 def evaluate(
@@ -56,10 +65,10 @@ def evaluate(
     began = time.perf_counter()
     drawn = model.sample(listed, samples=count, seed=seed, progress=progress)
     seconds = time.perf_counter() - began
-    return _judged(drawn, model.predict(listed), target, seconds)
+    return _judged(drawn, model.predict(listed), target, seconds, listed)
 
 
-def _judged(drawn: Samples, point: Outputs, target: Outputs, seconds: float) -> Evaluation:
+def _judged(drawn: Samples, point: Outputs, target: Outputs, seconds: float, listed: Sequence[Atoms]) -> Evaluation:
     result = {}
     for name in LABELS:
         if name in drawn and bool(target[name].isfinite().any()):
@@ -70,7 +79,7 @@ def _judged(drawn: Samples, point: Outputs, target: Outputs, seconds: float) -> 
     error, spread = (
         mean_per_system(values, drawn.system, drawn.systems).sqrt().numpy() for values in (squares, variance)
     )
-    return Evaluation(drawn.count, drawn.systems, result, seconds, spread, error, drawn, point, target)
+    return Evaluation(drawn.count, drawn.systems, result, seconds, spread, error, drawn, point, target, listed)
 
 
 def _scores(name: str, drawn: Samples, point: Outputs, target: Outputs) -> dict[str, float]:

@@ -74,7 +74,7 @@ def run(
                 show = counter(bar, f"{names[given]} on {called[file]}", len(structures[file]))
                 result = evaluate(loaded, structures[file], samples=samples, seed=seed, progress=show)
             console.print(_table(f"{names[given]} on {called[file]}", result))
-            own = Judged(names[given], called[file], structures[file], result)
+            own = Judged(names[given], called[file], result)
             (judged if file is data else outside).append(own)
             scored = as_record(result)
             inside = judged[-1].evaluation

@@ -1,13 +1,12 @@
 """What a report is about: models on files of structures, and their scores."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from ase import Atoms
 from scipy import stats
 
 from pmlip import metrics
@@ -22,7 +21,6 @@ class Judged:
 
     model: str
     data: str
-    structures: Sequence[Atoms]
     evaluation: Evaluation
 
     @cached_property

@@ -17,10 +17,12 @@ def view(judged: Judged) -> str:
     import chemiscope
 
     forces = judged.forces
-    largest = np.array([forces.atom_spread[forces.system == i].max() for i in range(len(judged.structures))])
+    largest = np.array([forces.atom_spread[forces.system == i].max() for i in range(len(judged.evaluation.listed))])
     chosen = np.argsort(-largest)[:SHOWN]
     atoms = np.concatenate([np.flatnonzero(forces.system == i) for i in chosen])
-    structures = [Atoms(s.symbols, s.positions, cell=s.cell, pbc=s.pbc) for s in (judged.structures[i] for i in chosen)]
+    structures = [
+        Atoms(s.symbols, s.positions, cell=s.cell, pbc=s.pbc) for s in (judged.evaluation.listed[i] for i in chosen)
+    ]
     properties = {
         "force uncertainty": forces.atom_spread[atoms],
         "true force error": forces.atom_error[atoms],
