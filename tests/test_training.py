@@ -17,6 +17,7 @@ from ase.calculators.singlepoint import SinglePointCalculator
 
 import pmlip
 from conftest import randomise_noise
+from pmlip import methods
 from pmlip.config import FinetuneConfig
 from pmlip.structures import fingerprint, labels
 from pmlip.training import finetune
@@ -311,6 +312,21 @@ def test_the_weaker_the_response_to_noise_the_larger_its_rate():
     done = finetune(weak, data, config=replace(CONFIG, noise_rate=None, epochs=1))
     assert_same(before, state(model()))  # finding the rate leaves the model as it is
     assert done.noise_rate == pytest.approx(model().rate_for_new(data, done.scales["forces"]), rel=0.06)  # two digits
+
+
+def test_noise_can_start_at_random_with_a_spread_of_the_size_of_the_error():
+    data, trained = molecules(), model()
+    done = finetune(trained, data, config=replace(CONFIG, start=0.5, steps=1, epochs=None, noise_rate=1e-9))
+    drawn = trained.sample(data, samples=64)
+    spread = float(drawn.spread.forces.square().mean().sqrt())
+    assert spread == pytest.approx(0.5 * done.scales["forces"], rel=0.4)  # the response is not quite linear
+    others = model()
+    finetune(
+        others, data, config=replace(CONFIG, start=0.5, steps=1, epochs=None, noise_rate=1e-9, seed=CONFIG.seed + 1)
+    )
+    assert not torch.allclose(others.sample(data, samples=64).spread.forces, drawn.spread.forces, rtol=0.05)
+    with pytest.raises(ValueError, match="Deterministic has no noise weights that could start at random"):
+        finetune(methods.make("deterministic", tiny_backbone()), data, config=replace(CONFIG, start=1.0))
 
 
 def test_there_must_be_something_to_train():

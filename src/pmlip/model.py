@@ -178,10 +178,18 @@ class Potential(Perturbed, Method):
         Potentials respond to noise very differently (Orb-v2 twenty times as strongly as CHGNet), so no one rate suits
         all. The share is what served Orb-v2 and CHGNet alike.
         """
+        return 0.004 * self._weights_for(error, structures)
+
+    def start_at_random(self, share: float, structures: Sequence[Atoms], error: float, *, seed: int) -> None:
+        """Training then takes the spread away where there are data, and leaves it elsewhere."""
+        self.randomise(share * self._weights_for(error, structures), seed=seed)
+
+    def _weights_for(self, error: float, structures: Sequence[Atoms]) -> float:
+        """The standard deviation of random noise weights with which the spread of forces is as large as the error."""
         tried, std = copy.deepcopy(self), 0.01
         tried.randomise(std)
         spread = tried.sample(structures[:8], samples=8).spread.forces.double().square().mean().sqrt()
-        return 0.004 * std * error / max(float(spread), 1e-9)
+        return std * error / max(float(spread), 1e-9)
 
     def sample(
         self,

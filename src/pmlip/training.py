@@ -126,8 +126,11 @@ class _Run:
             self.offsets, self.scales, self.noise_rate = stored["offsets"], stored["scales"], stored["noise_rate"]
         else:
             self.offsets, self.scales = self._prepare()
-            found = config.noise_rate or self.model.rate_for_new(train, self.scales.get("forces", DEFAULT_ERROR))
-            self.noise_rate = float(f"{found:.2g}")  # what is printed is what was used
+            error = self.scales.get("forces", DEFAULT_ERROR)
+            self.noise_rate = float(f"{config.noise_rate or self.model.rate_for_new(train, error):.2g}")  # as printed
+            if config.start:
+                self.model.start_at_random(config.start, train, error, seed=config.seed)
+                self._fit_energy_zero()
         self.parameters, groups = self._groups()
         self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
         self.averaged = [parameter.detach().clone() for parameter in self.parameters]
@@ -214,10 +217,16 @@ class _Run:
         self._save()
         self.model.load_state_dict(self.best_state or self._averaged_state())
         validation = {name: value for name, value in self._best_line.items() if name.startswith("valid")}
-        if "energy" in self.scales and self.model.energy_parameters():
-            self.model.fit_energy_zero(self.train[:STRUCTURES_FOR_ZERO])
-            validation = self._scores() if self.valid else {}
+        if self._fit_energy_zero() and self.valid:
+            validation = self._scores()
         return Finetuned(self.step, validation, self.offsets, self.scales, self.noise_rate, self.log, self.spent)
+
+    def _fit_energy_zero(self) -> bool:
+        """Whether there was one to be fitted."""
+        fitted = "energy" in self.scales and bool(self.model.energy_parameters())
+        if fitted:
+            self.model.fit_energy_zero(self.train[:STRUCTURES_FOR_ZERO])
+        return fitted
 
     @property
     def _best_line(self) -> dict[str, float]:

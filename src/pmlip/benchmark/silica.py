@@ -33,6 +33,7 @@ SHIPPED = "silica-pbe"
 # "method+variant" is the same method fine-tuned otherwise. BLIP's published schedule counts steps but is advanced once
 # per epoch, so its rates rise until the end.
 VARIANTS: dict[str, dict[str, Any]] = {
+    "p+random-start": {"start": 1.0},
     "blip+published": {
         "backbone_rate": 1e-5,
         "noise_rate": 1e-4,

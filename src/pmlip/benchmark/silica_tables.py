@@ -9,7 +9,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TRIVIAL = ["deterministic", "constant", "force-scaled", "confidence"]
-METHODS = [*TRIVIAL, "ensemble", "mc-dropout", "blip", "blip+published", "p"]  # in this order in tables and figures
+METHODS = [
+    *TRIVIAL,
+    "ensemble",
+    "mc-dropout",
+    "blip",
+    "blip+published",
+    "p",
+    "p+random-start",
+]  # in this order in tables and figures
 
 COLUMNS = {  # name -> title, scale and digits
     "force_mae": ("F-MAE", 1e3, 1),

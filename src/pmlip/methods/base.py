@@ -69,6 +69,10 @@ class Method(nn.Module, ABC):
         """A learning rate for these; error: mean absolute error of the forces before fine-tuning, in eV/Å."""
         return 5e-4
 
+    def start_at_random(self, share: float, structures: Sequence[Atoms], error: float, *, seed: int) -> None:
+        """Before training: a random spread of the forces of this share of their error."""
+        raise ValueError(f"{type(self).__name__} has no noise weights that could start at random, so start must be 0")
+
     def energy_parameters(self) -> list[nn.Parameter]:
         """More new parameters, in eV per atom: they move the zero of a sample's energies."""
         return []
