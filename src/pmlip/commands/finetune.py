@@ -80,7 +80,7 @@ def run(
         given |= {"out": out, "device": device, "tensorboard": tensorboard, **dataclasses.asdict(config)}
         seconds, steps = seconds_per_step(trained, structures, config, fabric), config.steps_for(len(structures))
         steps *= len(trained.parts())
-        if not quiet:
+        if not console.quiet:
             print(as_toml(given))
             print(f"# {steps} steps of {seconds:.2f} s: about {steps * seconds / 60:.0f} minutes")
         shown = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
