@@ -15,9 +15,7 @@ class FinetuneConfig:
     samples: int = 4  # noise draws per structure in the loss
     backbone_rate: float | None = None  # learning rate of the backbone's own weights; None: what suits this potential
     noise_rate: float | None = None  # of what comes with the method; None: by how the potential responds to noise
-    start: float = (
-        0.0  # random noise weights at the start, 1 for a spread as large as the error; 0: none, as in the paper
-    )
+    start: float = 0.0  # random noise weights at the start: 1 for a spread as large as the error; 0 as in the paper
     warm_up: float = 0.2  # share of the steps in which the rates rise; then they fall as a cosine
     clip: float = 10.0  # largest norm of the gradient
     average: float = 0.98  # decay of the running mean of the weights, which is what is kept
