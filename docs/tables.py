@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pmlip.benchmark import nbody_tables, silica_tables, speed, symmetry
+from pmlip.benchmark import nbody_tables, silica_tables, speed_tables, symmetry
 from pmlip.benchmark.runner import read_cells
 
 PROJECT = Path(__file__).parents[1]
@@ -26,10 +26,10 @@ def _read(pattern: str) -> list[Any]:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "crps": lambda: _speed("crps", speed.crps_markdown),
-    "nbody step": lambda: _speed("nbody", speed.nbody_markdown),
-    "step": lambda: _speed("step", speed.step_markdown),
-    "predict": lambda: speed.predict_markdown(_read("speed/predict-*.json")),
+    "crps": lambda: _speed("crps", speed_tables.crps_markdown),
+    "nbody step": lambda: _speed("nbody", speed_tables.nbody_markdown),
+    "step": lambda: _speed("step", speed_tables.step_markdown),
+    "predict": lambda: speed_tables.predict_markdown(_read("speed/predict-*.json")),
     "symmetry": lambda: symmetry.markdown(_read("symmetry/*.json")),
     "nbody": lambda: nbody_tables.table(read_cells(RESULTS / "nbody")),
     "nbody overview": lambda: nbody_tables.overview(read_cells(RESULTS / "nbody")),

@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from pmlip.benchmark import speed
+from pmlip.benchmark import speed, speed_tables
 from pmlip.cli import app
 
 
@@ -50,4 +50,4 @@ def test_prediction_beside_the_stock_calculator():
     result = speed.measure_predict(Console(quiet=True), count=3, samples=2)
     (row,) = result["rows"]
     assert row["ratio"] == row["stock"] / row["seconds"]
-    assert "| chgnet | " in speed.predict_markdown([result])
+    assert "| chgnet | " in speed_tables.predict_markdown([result])

@@ -287,7 +287,7 @@ class _Run:
             return
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
-        flat = self.fabric.all_reduce(flat, reduce_op="sum")  # type: ignore[assignment]
+        flat = self.fabric.all_reduce(flat, reduce_op="sum")  # type: ignore[assignment]  # a tensor for a tensor
         for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
 

@@ -9,15 +9,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TRIVIAL = ["deterministic", "constant", "force-scaled", "confidence"]
-METHODS = [
-    *TRIVIAL,
-    "ensemble",
-    "mc-dropout",
-    "blip",
-    "blip+published",
-    "p",
-    "p+random-start",
-]  # in this order in tables and figures
+# in this order in tables and figures, and others after them
+METHODS = [*TRIVIAL, "ensemble", "mc-dropout", "blip", "blip+published", "p", "p+random-start"]
 
 COLUMNS = {  # name -> title, scale and digits
     "force_mae": ("F-MAE", 1e3, 1),
@@ -164,10 +157,11 @@ def figure(results: Results) -> "Figure":
     shown = ("force_mae", "force_crps", "ssr", "spearman")
     picture = empty_figure(3.4 * len(shown), 3.2 * len(places))
     for line, (place, rows) in enumerate(places.items()):
+        methods = list(dict.fromkeys([*METHODS, *(row["method"] for row in rows)]))
         for column, name in enumerate(shown):
             title, scale, _ = COLUMNS[name]
             axes = picture.add_subplot(len(places), len(shown), len(shown) * line + column + 1)
-            draw_score(axes, rows, list(dict.fromkeys([*METHODS, *(row["method"] for row in rows)])), name, scale=scale)
+            draw_score(axes, rows, methods, name, scale=scale)
             axes.set(xlabel="training structures", title=title + (", meV/Å" if scale > 1 else ""))
             if column == 0:
                 axes.set_ylabel(" on ".join(place))

@@ -3,7 +3,7 @@
 import ctypes
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from pmlip.benchmark.speed_tables import predict_markdown, step_markdown, times
 from pmlip.files import write_json
 from pmlip.record import environment, slug
 from pmlip.scores import fair_crps
@@ -286,30 +287,6 @@ def measure_predict(
     return result | environment()
 
 
-def predict_markdown(results: Sequence[dict[str, Any]]) -> str:
-    """The table of the result files `predict-*.json`."""
-    lines = ["| backbone | pmlip predict | stock calculator, K times | times faster |", "|---|---|---|---|"]
-    for row in (row for result in results for row in result["rows"]):
-        times = (f"{1e3 * row[key]:.1f} ms" for key in ("seconds", "stock"))
-        lines.append(f"| {row['backbone']} | {' | '.join(times)} | {row['ratio']:.2f} |")
-    return "\n".join(lines)
-
-
-def step_markdown(result: dict[str, Any]) -> str:
-    """The table of the result file `step.json`."""
-    first = result["rows"][0]
-    lines = [
-        "| K | samples at once | seconds | peak memory of the process | times that of K = 4 |",
-        "|---|---|---|---|---|",
-    ]
-    for row in result["rows"]:
-        peak = row["peak_rss_megabytes"]
-        at_once = "all" if row["chunk"] is None else row["chunk"]
-        cells = (row["samples"], at_once, f"{row['seconds']:.1f}", f"{peak:.0f} MB")
-        lines.append(f"| {' | '.join(map(str, cells))} | {peak / first['peak_rss_megabytes']:.2f} |")
-    return "\n".join(lines)
-
-
 def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(title=f"Fair CRPS, {ENTRIES} entries: time and peak memory, and how many times ours")
     for column in ("K", "task", "who", "ms", "× pmlip", "MB", "× pmlip"):
@@ -322,42 +299,11 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             row["task"],
             row["contestant"],
             f"{1e3 * row['seconds']:.1f}",
-            _times(row["seconds"], own["seconds"]),
+            times(row["seconds"], own["seconds"]),
             f"{row['peak_megabytes']:.0f}",
-            _times(row["peak_megabytes"], own["peak_megabytes"]),
+            times(row["peak_megabytes"], own["peak_megabytes"]),
         )
     return table
-
-
-def nbody_markdown(result: dict[str, Any]) -> str:
-    """The table of the result file `nbody.json`."""
-    lines = ["| | pmlip | plain | times faster |", "|---|---|---|---|"]
-    for row in result["rows"]:
-        cells = (row["what"], f"{1e3 * row['seconds']:.2f} ms", f"{1e3 * row['plain']:.1f} ms", f"{row['ratio']:.1f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def crps_markdown(result: dict[str, Any]) -> str:
-    """The table of the result file `crps.json`: our time, and how many times that and our memory each rival takes."""
-    cost = {(row["samples"], row["task"], row["contestant"]): row for row in result["rows"]}
-    lines = [
-        "| K | | pmlip | scoringrules: time, memory | double sum: time, memory |",
-        "|---|---|---|---|---|",
-    ]
-    for samples, task in dict.fromkeys((row["samples"], row["task"]) for row in result["rows"]):
-        own = cost[samples, task, "pmlip"]
-        cells = [str(samples), task, f"{1e3 * own['seconds']:.1f} ms"]
-        for rival in ("scoringrules", "double sum"):
-            other = cost[samples, task, rival]
-            time_ratio, memory_ratio = (_times(other[key], own[key]) for key in ("seconds", "peak_megabytes"))
-            cells.append(f"{time_ratio}×, {memory_ratio}×")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _times(value: float, own: float) -> str:
-    return f"{value / own:.1f}" if own > 0 else "-"  # memory too little to be seen
 
 
 PARTS: dict[str, Callable[[Console], dict[str, Any]]] = {

@@ -111,7 +111,8 @@ def make_variational(
 
     layers: kind of row -> names of the layers with such rows; options: of the `Posterior`.
     """
-    posterior = Posterior({kind: len(names) for kind, names in layers.items()}, features, **options)  # type: ignore[arg-type]
+    counts = {kind: len(names) for kind, names in layers.items()}
+    posterior = Posterior(counts, features, **options)  # type: ignore[arg-type]  # the keywords are those of numbers
     for kind, names in layers.items():
         for number, name in enumerate(names):
             layer = module.get_submodule(name)
@@ -146,9 +147,9 @@ class BLIP(WrappedMethod):
         layers: dict[str, list[str]] = {}
         for site in (site for mlp in backbone.mlps() for site in mlp):
             layers.setdefault(site.rows, []).append(site.name)
-        example = bulk("Si")
-        example.info |= {"charge": 0, "spin": 1}  # some potentials want to know
-        example = backbone.row_features(backbone.graph([example]))
+        silicon = bulk("Si")
+        silicon.info |= {"charge": 0, "spin": 1}  # some potentials want to know
+        example = backbone.row_features(backbone.graph([silicon]))
         features = {kind: example[kind].shape[-1] for kind in layers}
         self.options = {"beta": beta, "prior": prior, "largest": largest, "offset": offset}
         self.posterior = make_variational(

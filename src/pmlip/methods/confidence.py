@@ -16,7 +16,7 @@ class Confidence(Gaussian):
 
     def force_units(self, graph: Graph, forces: Tensor) -> Tensor:
         """The expected absolute error of each atom's force components."""
-        errors: Tensor = self.backbone.expected_errors(graph)  # type: ignore[operator]
+        errors: Tensor = self.backbone.expected_errors(graph)  # type: ignore[operator]  # only Orb has it
         return errors[:, None]
 
 
