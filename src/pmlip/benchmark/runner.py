@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ def run_cells(
     failures = {}
     with (
         progress_bar(console) as bar,
-        ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_use_one_thread) as pool,
+        ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_begin_worker) as pool,
     ):
         task = bar.add_task("cells", total=len(waiting))
         running = {pool.submit(work, cell): cell for cell in waiting}
@@ -73,7 +74,7 @@ def run_cells(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for worker in multiprocessing.active_children():
-                worker.terminate()  # or it would begin the next cell
+                worker.terminate()
             raise
     if failures:
         reasons = "; ".join(f"{name}: {error}" for name, error in failures.items())
@@ -101,7 +102,9 @@ def read_cells(folder: Path) -> dict[Cell, dict[str, Any]]:
     return results
 
 
-def _use_one_thread() -> None:
+def _begin_worker() -> None:
+    """One thread, and deaf to Ctrl-C, which would end the cell only: the next one would begin before we stop it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["OMP_NUM_THREADS"] = "1"  # for what is imported from here on
     import torch
 
