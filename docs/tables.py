@@ -33,6 +33,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "symmetry": lambda: symmetry.markdown(_read("symmetry/*.json")),
     "nbody": lambda: nbody_tables.table(read_cells(RESULTS / "nbody")),
     "nbody overview": lambda: nbody_tables.overview(read_cells(RESULTS / "nbody")),
+    "nbody details": lambda: nbody_tables.details(read_cells(RESULTS / "nbody")),
+    "nbody ablation": lambda: nbody_tables.ablations(read_cells(RESULTS / "nbody" / "ablation")),
     "silica": lambda: silica_tables.table(read_cells(RESULTS / "silica")),
     "silica unseen": lambda: silica_tables.unseen_table(read_cells(RESULTS / "silica")),
 }

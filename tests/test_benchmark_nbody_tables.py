@@ -1,6 +1,6 @@
 import pytest
 
-from pmlip.benchmark.nbody_tables import figure, overview, summary, table
+from pmlip.benchmark.nbody_tables import ablations, details, figure, overview, summary, table
 from pmlip.benchmark.runner import Cell
 
 
@@ -13,6 +13,8 @@ def results():
             "samples": samples,
             "test": scores,
             "test_as_trained": scores,
+            "out_of_distribution": scores,
+            "equivariance_error": {"rotation": 2e-7, "relabelling": 0.03},
             "training": {"passes": 100, "seconds": 2.0},
         }
 
@@ -39,6 +41,22 @@ def test_the_overview_has_a_row_for_each_method_and_a_column_for_each_size(resul
         "| egnn |  | 2.50 ± 0.00 |",
         "| p-egnn | 2.50 ± 0.71 (0.85) |  |",
         "| p-egnn, paper | 2.31 ± 0.16 (0.75) |  |",
+    ]
+
+
+def test_the_details_have_what_a_method_has(results):
+    results[Cell("p-egnn", 1000, 0)] |= {"test_three_samples": {"crps": 0.024}, "test_at_zero_noise": {"mse": 0.01}}
+    assert details(results).splitlines()[2:] == [
+        "| 1000 | p-egnn | 2.4 | 10 | 8 | 2.5 | 0.85 | 2e-07 | 3e-02 |",
+        "| 3000 | egnn |  |  | 6 | 2.5 |  | 2e-07 | 3e-02 |",
+    ]
+
+
+def test_an_ablation_stands_below_what_it_changes(results):
+    cells = {Cell("p-egnn+" + name, 1000, 0): results[Cell("p-egnn", 1000, 0)] for name in ("a-change", "as-tuned")}
+    assert ablations(cells).splitlines()[2:] == [
+        "| as-tuned | 7.00 ± 0.00 | 2.00 ± 0.00 | 0.80 ± 0.00 | 1.0e+02 | 1 |",
+        "| a-change | 7.00 ± 0.00 | 2.00 ± 0.00 | 0.80 ± 0.00 | 1.0e+02 | 1 |",
     ]
 
 

@@ -27,9 +27,7 @@ SCALES = {"mse": 1e3, "crps": 1e2, "ssr": 1.0}
 def summary(results: Results) -> list[dict[str, Any]]:
     """Mean and standard deviation over seeds for each method and size, beside the paper's."""
     rows = []
-    for method, size in sorted(
-        {(cell.method, cell.size) for cell in results}, key=lambda k: (k[1], METHODS.index(k[0]))
-    ):
+    for method, size in _in_order(results):
         found = [result for cell, result in results.items() if (cell.method, cell.size) == (method, size)]
         row: dict[str, Any] = {"method": method, "size": size, "seeds": len(found), "samples": found[0]["samples"]}
         for position, name in enumerate(SCALES):
@@ -46,6 +44,11 @@ def summary(results: Results) -> list[dict[str, Any]]:
         row["training_seconds"] = statistics.mean(result["training"]["seconds"] for result in found)
         rows.append(row)
     return rows
+
+
+def _in_order(results: Results) -> list[tuple[str, int]]:
+    """Method and size of each row of a table."""
+    return sorted({(cell.method, cell.size) for cell in results}, key=lambda key: (key[1], METHODS.index(key[0])))
 
 
 def table(results: Results) -> str:
@@ -88,6 +91,44 @@ def overview(results: Results) -> str:
     for method in METHODS:
         lines += [line(method, "", method), line(f"{method}, paper", "paper_", method)]
     return "\n".join(filter(None, lines)) + "\n"
+
+
+def details(results: Results) -> str:
+    """What Table 1 leaves out: equal K, no noise, out of distribution, and symmetry, as Markdown."""
+    lines = [
+        "| n | method | CRPS x 1e2 of 3 samples | MSE x 1e3 without noise | out of distribution: MSE x 1e3 "
+        "| CRPS x 1e2 | SSR | error of a sample when turned | when relabelled |",
+        "|---" * 9 + "|",
+    ]
+
+    def mean(found: list[dict[str, Any]], place: str, name: str, form: str = ".3g") -> str:
+        values = [result[place][name] for result in found if name in result.get(place, {})]
+        return f"{SCALES.get(name, 1.0) * statistics.mean(values):{form}}" if values else ""
+
+    for method, size in _in_order(results):
+        found = [result for cell, result in results.items() if (cell.method, cell.size) == (method, size)]
+        of_three = "test" if found[0]["samples"] == 3 else "test_three_samples"
+        scores = [mean(found, of_three, "crps"), mean(found, "test_at_zero_noise", "mse")]
+        scores += [mean(found, "out_of_distribution", name) for name in SCALES]
+        scores += [mean(found, "equivariance_error", name, ".0e") for name in ("rotation", "relabelling")]
+        lines.append(f"| {size} | {method} | {' | '.join(scores)} |")
+    return "\n".join(lines) + "\n"
+
+
+def ablations(results: Results) -> str:
+    """Changes of P-EGNN, each with its test scores as trained, as Markdown."""
+    names = list(dict.fromkeys(cell.method for cell in results))
+    lines = ["| P-EGNN | MSE x 1e3 | CRPS x 1e2 | SSR | training: passes | seeds |", "|---" * 6 + "|"]
+    for name in sorted(names, key=lambda name: not name.endswith("+as-tuned")):
+        found = [result for cell, result in results.items() if cell.method == name]
+        scores = [
+            over_seeds([scale * result["test_as_trained"][score] for result in found])
+            for score, scale in SCALES.items()
+        ]
+        texts = [f"{score['mean']:.2f} ± {score['std']:.2f}" for score in scores]
+        passes = statistics.mean(result["training"]["passes"] for result in found)
+        lines.append(f"| {name.partition('+')[2]} | {' | '.join(texts)} | {passes:.1e} | {len(found)} |")
+    return "\n".join(lines) + "\n"
 
 
 def figure(results: Results) -> "Figure":

@@ -18,6 +18,7 @@ from pmlip.backbones import load_backbone
 from pmlip.benchmark.publish import check_installed, publish
 from pmlip.benchmark.runner import Cell, read_cells, run_cells, run_rounds
 from pmlip.benchmark.silica_tables import figure, summary, table
+from pmlip.benchmark.silica_variants import VARIANTS, Variant
 from pmlip.calibration import best_factor
 from pmlip.config import FinetuneConfig
 from pmlip.evaluation import Evaluation, compare, evaluate, rank_together
@@ -29,21 +30,7 @@ from pmlip.structures import fingerprint, labels, require_labels
 from pmlip.training import finetune
 
 SHIPPED = "silica-pbe"
-
-# "method+variant" is the same method fine-tuned otherwise. BLIP's published schedule counts steps but is advanced once
-# per epoch, so its rates rise until the end.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "p+random-start": {"start": 1.0},
-    "blip+published": {
-        "backbone_rate": 1e-5,
-        "noise_rate": 1e-4,
-        "batch": 8,
-        "steps": None,
-        "epochs": 50,
-        "clip": 0.5,
-        "warm_up": 1.0,
-    },
-}
+TUNING = "silica-pbe-tuning"  # parts of its training and validation data: quartz, and cristobalite as what is unseen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +135,12 @@ def made_of(cell: Cell) -> list[Cell]:
     return []
 
 
+def _variant(cell: Cell) -> Variant:
+    return VARIANTS.get(_method(cell), Variant())
+
+
 def _config(settings: SilicaSettings, cell: Cell) -> FinetuneConfig:
-    return replace(settings.config, **VARIANTS.get(_method(cell), {}))
+    return replace(settings.config, **_variant(cell).config)
 
 
 def _described(settings: SilicaSettings, cell: Cell, structures: str) -> dict[str, Any]:
@@ -162,7 +153,10 @@ def _described(settings: SilicaSettings, cell: Cell, structures: str) -> dict[st
     content["test_data"] = _without_folder(settings.test_data) if settings.test_data else None
     content["unseen"] = [_without_folder(file) for file in settings.unseen]
     content["weights"] = Path(settings.weights).name if settings.weights else None
-    read_back: dict[str, Any] = json.loads(json.dumps(content | {"structures": structures}))
+    content["structures"] = structures
+    if options := _variant(cell).options:
+        content["options"] = options
+    read_back: dict[str, Any] = json.loads(json.dumps(content))
     return read_back
 
 
@@ -186,9 +180,15 @@ class Splits:
 def splits(size: int, settings: SilicaSettings) -> Splits:
     """The structures of a cell; the same for all seeds, and a smaller training set is the beginning of a larger one."""
     wanted = max(8, round(settings.valid_share * size))
+    if settings.data in (SHIPPED, TUNING) and (settings.test_data or settings.unseen):
+        raise ValueError(f"{settings.data} has test and unseen sets of its own; give others together with other --data")
+    if settings.data == TUNING:
+        train, valid = datasets.silica_pbe("train"), datasets.silica_pbe("valid")
+        quartz = _of_polymorph(train, "quartz")
+        _check_enough(size + 1, len(quartz), settings)
+        unseen = {"cristobalite": _of_polymorph(valid, "cristobalite")}
+        return Splits(quartz[:size], _of_polymorph(valid, "quartz"), quartz[size:], unseen)
     if settings.data == SHIPPED:
-        if settings.test_data or settings.unseen:
-            raise ValueError(f"{SHIPPED} has test and unseen sets of its own; give others together with other --data")
         train, valid, test = (datasets.silica_pbe(part) for part in ("train", "valid", "test"))
         _check_enough(size, len(train), settings)
         unseen = {part: datasets.silica_pbe(part) for part in datasets.UNSEEN_SILICA_PBE}
@@ -211,6 +211,10 @@ def splits(size: int, settings: SilicaSettings) -> Splits:
 def _some(structures: Sequence[Atoms], count: int) -> list[Atoms]:
     """So many of them by chance, always the same."""
     return [structures[i] for i in np.random.default_rng(0).permutation(len(structures))[:count]]
+
+
+def _of_polymorph(structures: Sequence[Atoms], polymorph: str) -> list[Atoms]:
+    return [atoms for atoms in structures if atoms.info["polymorph"] == polymorph]
 
 
 def _check_enough(needed: int, held: int, settings: SilicaSettings) -> None:
@@ -277,7 +281,7 @@ def _fine_tuned(cell: Cell, data: Splits, settings: SilicaSettings, folder: Path
         if stored.record["settings"] == described:
             return stored
     torch.manual_seed(cell.seed)  # of what a method adds to the backbone
-    model = methods.make(_method(cell).partition("+")[0], backbone)
+    model = methods.make(_method(cell).partition("+")[0], backbone, **_variant(cell).options)
     config = replace(_config(settings, cell), seed=cell.seed)
     unfinished = file.with_suffix("")
     done = finetune(model, data.train, valid=data.valid, config=config, folder=unfinished)

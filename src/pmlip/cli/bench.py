@@ -152,6 +152,32 @@ def silica(
 
 
 @bench.command()
+def silica_trials(
+    methods: Methods = "p,blip,mc-dropout,deterministic",
+    attempts: Annotated[bool, typer.Option(help="Attempts at a spread of P that rises where no data are, too.")] = True,
+    jobs: Jobs = 1,
+    out: Results = Path("benchmarks/results/silica/trials"),
+) -> None:
+    """Tune the fine-tuning of CHGNet on validation data: the same number of trials for each method.
+
+    Example: pmlip bench silica-trials --methods p,blip --jobs 2
+    """
+    from pmlip.benchmark import silica as benchmark
+    from pmlip.benchmark.silica_variants import ATTEMPTS, trials
+
+    with one_sentence():
+        benchmark.run(
+            benchmark.SilicaSettings(backbone="chgnet", data=benchmark.TUNING, config=FinetuneConfig(steps=200)),
+            names=[*trials(_listed(methods)), *(ATTEMPTS if attempts else ())],
+            sizes=[48],
+            seeds=1,
+            folder=out,
+            jobs=jobs,
+            console=Console(),
+        )
+
+
+@bench.command()
 def symmetry(
     backbone: Annotated[str, typer.Argument(help="Backbone, as for finetune.")],
     weights: Weights = None,
