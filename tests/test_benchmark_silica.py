@@ -78,6 +78,7 @@ def test_from_end_to_end(tmp_path):
 def test_the_ensemble_of_a_seed_leaves_its_own_out_of_four():
     members = {seed: [part.seed for part in made_of(Cell("chgnet-small-ensemble", 6, seed))] for seed in (0, 3, 5)}
     assert members == {0: [1, 2, 3], 3: [0, 1, 2], 5: [4, 6, 7]}
+    assert made_of(Cell("chgnet-small-p-ensemble", 6, 3)) == [Cell("chgnet-small-p", 6, seed) for seed in range(3)]
 
 
 @pytest.mark.parametrize(

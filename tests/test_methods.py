@@ -9,6 +9,8 @@ import torch
 import pmlip
 from pmlip import methods
 from pmlip.config import FinetuneConfig
+from pmlip.methods.deterministic import Deterministic
+from pmlip.methods.p_ensemble import PEnsemble
 from pmlip.structures import labels
 from pmlip.training import finetune
 from test_training import molecules
@@ -114,9 +116,8 @@ def test_a_spread_is_not_learned_from_one_sample():
 
 
 def test_names_of_methods():
-    assert {"p", "deterministic", "ensemble", "blip", "mc-dropout", "constant", "force-scaled", "confidence"} == set(
-        methods.available()
-    )
+    rivals = {"deterministic", "ensemble", "blip", "mc-dropout", "constant", "force-scaled", "confidence"}
+    assert {"p", "p-ensemble"} | rivals == set(methods.available())
     with pytest.raises(ValueError, match=r"unknown method 'blib'; allowed: .*; did you mean 'blip'\?"):
         methods.make("blib", tiny_backbone())
 
@@ -132,6 +133,26 @@ def test_members_of_an_ensemble_differ_and_are_deterministic_runs():
         ensemble.sample(data, samples=5)
     with pytest.raises(ValueError, match="at least 2, got members=1"):
         methods.make("ensemble", tiny_backbone(), members=1)
+
+
+def test_samples_of_a_p_ensemble_are_those_of_its_members_in_turn():
+    made, data = train("p-ensemble", members=2)
+    drawn = made.sample(data, samples=5, seed=3).forces
+    assert torch.equal(drawn[:2], made.sample(data, samples=2, seed=3).forces)
+    for number, part in enumerate(made.parts()):
+        torch.testing.assert_close(drawn[number::2], part.sample(data, samples=5, seed=3).forces[number::2])
+    torch.testing.assert_close(Deterministic(made.member(3, seed=3)).predict(data).forces, drawn[3])
+
+
+def test_an_ensemble_of_trained_models_owns_copies_of_them():
+    parts = [methods.make("p", tiny_backbone()) for _ in range(2)]
+    for seed, part in enumerate(parts):
+        part.randomise(0.5, seed=seed)
+    made, data = PEnsemble.of(parts), molecules(3)
+    before = made.sample(data, samples=4).forces
+    torch.testing.assert_close(before[1], parts[1].sample(data, samples=2).forces[1])
+    parts[1].randomise(0.5, seed=7)
+    assert torch.equal(made.sample(data, samples=4).forces, before)
 
 
 def test_an_ensemble_that_was_not_trained_has_no_spread():

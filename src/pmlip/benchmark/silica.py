@@ -24,6 +24,7 @@ from pmlip.config import FinetuneConfig
 from pmlip.evaluation import Evaluation, compare, evaluate, rank_together
 from pmlip.methods import Method
 from pmlip.methods.ensemble import Ensemble
+from pmlip.methods.p_ensemble import PEnsemble
 from pmlip.model import load
 from pmlip.record import environment, slug
 from pmlip.structures import fingerprint, labels, require_labels
@@ -31,6 +32,8 @@ from pmlip.training import finetune
 
 SHIPPED = "silica-pbe"
 TUNING = "silica-pbe-tuning"  # parts of its training and validation data: quartz, and cristobalite as what is unseen
+ENSEMBLES = {"ensemble": Ensemble, "p-ensemble": PEnsemble}
+MADE_OF = {"constant": "deterministic", "force-scaled": "deterministic", "ensemble": "deterministic", "p-ensemble": "p"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,15 +127,15 @@ def _method(cell: Cell) -> str:
 
 
 def made_of(cell: Cell) -> list[Cell]:
-    """The deterministic fine-tunings that a cell is made of, for the methods that need no training of their own."""
+    """The fine-tunings of another method that a cell is made of, where it needs none of its own."""
     name = _method(cell)
-    plain = replace(cell, method=cell.method.removesuffix(name) + "deterministic")
-    if name in ("constant", "force-scaled"):
-        return [plain]
-    if name == "ensemble":  # as in the paper: of four seeds all but its own
-        first = cell.seed - cell.seed % 4
-        return [replace(plain, seed=seed) for seed in range(first, first + 4) if seed != cell.seed]
-    return []
+    if name not in MADE_OF:
+        return []
+    part = replace(cell, method=cell.method.removesuffix(name) + MADE_OF[name])
+    if name not in ENSEMBLES:
+        return [part]
+    first = cell.seed - cell.seed % 4  # as in the paper: of four seeds all but its own
+    return [replace(part, seed=seed) for seed in range(first, first + 4) if seed != cell.seed]
 
 
 def _variant(cell: Cell) -> Variant:
@@ -229,9 +232,9 @@ def work(cell: Cell, *, settings: SilicaSettings, folder: Path, device: str = "c
     """Fine-tune one method, or put it together from what is fine-tuned, and judge it."""
     data = splits(cell.size, settings)
     if parts := made_of(cell):
-        plain = [_fine_tuned(part, data, settings, folder, device) for part in parts]
-        model = _put_together(_method(cell), plain, data)
-        training = _summed([part.record["training"] for part in plain])
+        tuned = [_fine_tuned(part, data, settings, folder, device) for part in parts]
+        model = _put_together(_method(cell), tuned, data)
+        training = _summed([part.record["training"] for part in tuned])
     else:
         model = _fine_tuned(cell, data, settings, folder, device)
         training = model.record["training"]
@@ -303,11 +306,11 @@ def _fine_tuned(cell: Cell, data: Splits, settings: SilicaSettings, folder: Path
     return model
 
 
-def _put_together(name: str, plain: Sequence[Method], data: Splits) -> Method:
+def _put_together(name: str, parts: Sequence[Method], data: Splits) -> Method:
     """A method without training of its own, from potentials that are fine-tuned."""
-    if name == "ensemble":
-        return Ensemble.of(plain)
-    model = methods.make(name, plain[0].backbone)
+    if name in ENSEMBLES:
+        return ENSEMBLES[name].of(parts)
+    model = methods.make(name, parts[0].backbone)
     model.finish(data.valid)
     return model
 

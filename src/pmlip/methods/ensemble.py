@@ -1,6 +1,8 @@
 """A deep ensemble: the same potential fine-tuned several times, from different seeds."""
 
+import copy
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -10,24 +12,33 @@ from pmlip.methods.base import Method, StoredMethod
 from pmlip.methods.deterministic import Deterministic
 
 
+def checked_count(members: float) -> int:
+    if members < 2 or members != int(members):
+        raise ValueError(f"an ensemble has a whole number of members, at least 2, got members={members}")
+    return int(members)
+
+
 class Ensemble(StoredMethod):
     name = "ensemble"
 
     def __init__(self, backbone: Backbone, *, members: int = 3) -> None:
+        self._hold(backbone, [Deterministic(backbone) for _ in range(checked_count(members))])
+
+    def _hold(self, backbone: Backbone, members: Sequence[Method]) -> None:
         super().__init__(backbone)
-        if members < 2 or members != int(members):
-            raise ValueError(f"an ensemble has a whole number of members, at least 2, got members={members}")
-        self.members = nn.ModuleList(Deterministic(backbone) for _ in range(members))
-        self.fixed_samples = members
+        self.members = nn.ModuleList(members)
 
     @classmethod
-    def of(cls, members: Sequence[Method]) -> "Ensemble":
-        """An ensemble of potentials that are fine-tuned already."""
-        made = cls(members[0].backbone, members=len(members))
+    def of(cls, members: Sequence[Method]) -> Self:
+        """An ensemble of copies of models that are fine-tuned already."""
+        made = cls.__new__(cls)
+        made._hold(members[0].backbone, copy.deepcopy(list(members)))
         made.origin = members[0].origin
-        for own, given in zip(made.parts(), members, strict=True):
-            own.load_state_dict(given.state_dict())
         return made
+
+    @property
+    def fixed_samples(self) -> int | None:  # type: ignore[override]  # not to be set
+        return len(self.members)
 
     @property
     def backbone(self) -> Backbone:  # type: ignore[override]  # that of the first member, which it owns

@@ -1,0 +1,48 @@
+"""An ensemble of P models: each knows the size of errors like those of its data; elsewhere they disagree."""
+
+import torch
+from torch import Tensor
+
+from pmlip import noise
+from pmlip.backbones.base import Backbone, Graph
+from pmlip.methods.ensemble import Ensemble, checked_count
+from pmlip.model import Potential, perturb
+
+
+class PEnsemble(Ensemble):
+    """Sample k is sample k of member k modulo their number. A draw is the member's number and the noise e."""
+
+    name = "p-ensemble"
+    trains_on_samples = True
+    fixed_samples = None
+
+    def __init__(self, backbone: Backbone, *, members: int = 3, noise_dim: int = 32) -> None:
+        self._hold(backbone, [perturb(backbone, noise_dim=noise_dim) for _ in range(checked_count(members))])
+
+    @property
+    def noise_dim(self) -> int:
+        first = self.parts()[0]
+        assert isinstance(first, Potential)
+        return first.noise.dim
+
+    def settings(self) -> dict[str, int]:
+        return super().settings() | {"noise_dim": self.noise_dim}
+
+    def member(self, number: int, *, seed: int = 0) -> Backbone:
+        return self.parts()[number % len(self.members)].member(number, seed=seed)
+
+    def draw(self, samples: int, *, seed: int = 0) -> Tensor:
+        drawn = noise.draw(samples, self.noise_dim, seed=seed)
+        return torch.cat([(torch.arange(samples) % len(self.members))[:, None].to(drawn), drawn], 1)
+
+    def forward(self, graph: Graph, draws: Tensor | None) -> dict[str, Tensor]:
+        """The samples of the members; without draws, the mean of their predictions without noise."""
+        if draws is None:
+            return super().forward(graph, None)
+        chosen = [(draws[:, 0] == number).nonzero()[:, 0] for number in range(len(self.members))]
+        outputs = [part(graph, draws[rows, 1:]) for part, rows in zip(self.parts(), chosen, strict=True) if len(rows)]
+        in_order = torch.cat(chosen).argsort()
+        return {name: torch.cat([output[name] for output in outputs])[in_order] for name in outputs[0]}
+
+
+make = PEnsemble
