@@ -22,6 +22,7 @@ from pmlip.benchmark.silica_variants import VARIANTS, Variant
 from pmlip.calibration import best_factor
 from pmlip.config import FinetuneConfig
 from pmlip.evaluation import Evaluation, compare, evaluate, rank_together
+from pmlip.hints import did_you_mean
 from pmlip.methods import Method
 from pmlip.methods.ensemble import Ensemble
 from pmlip.methods.p_ensemble import PEnsemble
@@ -67,7 +68,7 @@ def run(
     for name in names:
         methods.check(name.partition("+")[0])
         if "+" in name and name not in VARIANTS:
-            raise ValueError(f"unknown variant {name!r}; allowed: {', '.join(VARIANTS)}")
+            raise ValueError(f"unknown variant {name!r}; allowed: {', '.join(VARIANTS)}{did_you_mean(name, VARIANTS)}")
     # before anything is computed: are there enough structures, do they carry labels, can the backbone be had?
     hashes = {}
     for size in sizes:
