@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pmlip import losses
 from pmlip.config import FinetuneConfig
 from pmlip.methods.base import Method
+from pmlip.processes import sum_gradients, summed
 from pmlip.references import fit_offsets
 from pmlip.rotation import random_rotation, rotated
 from pmlip.runstate import read_state, uninterrupted, write_state
@@ -261,8 +262,8 @@ class _Run:
                 partial(self.model, graph), part, partial(self._loss, chosen[own], chosen), chunk=config.chunk
             )
             terms = {name: float(term) for name, term in loss.terms.items()}
-        self._sum_gradients()
-        terms = self._summed(terms)
+        sum_gradients(self.parameters, self.fabric)
+        terms = summed(terms, self.fabric)
         norm = nn.utils.clip_grad_norm_(self.parameters, config.clip)
         self._set_rates()
         self.optimizer.step()
@@ -280,25 +281,6 @@ class _Run:
         )
         penalty = self.model.penalty()
         return loss if penalty is None else loss._replace(total=loss.total + penalty / self.fabric.world_size)
-
-    def _sum_gradients(self) -> None:
-        """Add up the gradients of all processes."""
-        if self.fabric.world_size == 1:
-            return
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        flat = self.fabric.all_reduce(flat, reduce_op="sum")  # type: ignore[assignment]  # a tensor for a tensor
-        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
-
-    def _summed(self, terms: dict[str, float]) -> dict[str, float]:
-        """The terms of all processes, added up."""
-        if self.fabric.world_size == 1:
-            return terms
-        values = torch.tensor(list(terms.values()), dtype=torch.float64, device=self.fabric.device)
-        summed = self.fabric.all_reduce(values, reduce_op="sum")
-        assert isinstance(summed, Tensor)
-        return dict(zip(terms, summed.tolist(), strict=True))
 
     def _set_rates(self) -> None:
         rising = max(1, round(self.config.warm_up * self.steps))
@@ -337,7 +319,7 @@ class _Run:
                 samples, labels(part), weights=self.weights, carriers=losses.count_carriers(labels(self.valid))
             )
             terms = {name: float(term) for name, term in loss.terms.items()}
-        terms = self._summed(terms)
+        terms = summed(terms, self.fabric)
         score = sum(self.weights[name] * value for name, value in terms.items())
         return {"valid": score, **{f"valid_{name}": value for name, value in terms.items()}}
 

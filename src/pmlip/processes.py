@@ -1,0 +1,34 @@
+"""Sums over the processes of a run."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from lightning_fabric import Fabric
+
+
+def sum_gradients(parameters: Sequence[nn.Parameter], fabric: "Fabric") -> None:
+    """Add up the gradients of all processes."""
+    if fabric.world_size == 1:
+        return
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    flat = _sum(torch.cat([gradient.flatten() for gradient in gradients]), fabric)
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def summed(terms: dict[str, float], fabric: "Fabric") -> dict[str, float]:
+    """The terms of all processes, added up."""
+    if fabric.world_size == 1:
+        return terms
+    values = _sum(torch.tensor(list(terms.values()), dtype=torch.float64, device=fabric.device), fabric)
+    return dict(zip(terms, values.tolist(), strict=True))
+
+
+def _sum(values: Tensor, fabric: "Fabric") -> Tensor:
+    total = fabric.all_reduce(values, reduce_op="sum")
+    assert isinstance(total, Tensor)
+    return total
