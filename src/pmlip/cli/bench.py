@@ -154,7 +154,6 @@ def silica(
 @bench.command()
 def silica_trials(
     methods: Methods = "p,blip,mc-dropout,deterministic",
-    attempts: Annotated[bool, typer.Option(help="Attempts at a spread of P that rises where no data are, too.")] = True,
     jobs: Jobs = 1,
     out: Results = Path("benchmarks/results/silica/trials"),
 ) -> None:
@@ -163,12 +162,12 @@ def silica_trials(
     Example: pmlip bench silica-trials --methods p,blip --jobs 2
     """
     from pmlip.benchmark import silica as benchmark
-    from pmlip.benchmark.silica_variants import ATTEMPTS, trials
+    from pmlip.benchmark.silica_variants import trials
 
     with one_sentence():
         benchmark.run(
             benchmark.SilicaSettings(backbone="chgnet", data=benchmark.TUNING, config=FinetuneConfig(steps=200)),
-            names=[*trials(_listed(methods)), *(ATTEMPTS if attempts else ())],
+            names=trials(_listed(methods)),
             sizes=[48],
             seeds=1,
             folder=out,
