@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 from pmlip.benchmark.runner import read_cells
 from pmlip.cli import app
 
-ALL = "egnn,ensemble,blip,mc-dropout,p-egnn,p-blip"
+ALL = "egnn,ensemble,blip,mc-dropout,p-egnn,p-ensemble,p-blip"
 
 
 def invoke(*arguments):
@@ -21,7 +21,7 @@ def test_the_quick_preset_from_end_to_end(tmp_path, monkeypatch):
     )
     assert result.exit_code == 0, result.output
     cells = read_cells(out)
-    assert len(cells) == 18
+    assert len(cells) == 21
     for cell, content in cells.items():
         assert content["cell"] == {"method": cell.method, "size": 200, "seed": cell.seed}
         assert content["test"]["mse"] > 0
@@ -40,12 +40,13 @@ def test_the_quick_preset_from_end_to_end(tmp_path, monkeypatch):
     assert mixed.exit_code == 2
     assert "was made with other settings; give another folder with --out" in mixed.output.replace("\n", " ")
     table = (out / "table.md").read_text()
-    assert table.count("\n") == 2 + 6
+    assert table.count("\n") == 2 + 7
     assert (out / "figure.png").read_bytes().startswith(b"\x89PNG")
     rows = json.loads((out / "table.json").read_text())
-    assert [row["method"] for row in rows] == ["egnn", "ensemble", "blip", "mc-dropout", "p-egnn", "p-blip"]
+    assert [row["method"] for row in rows] == ALL.split(",")
     passes = {row["method"]: row["training_passes"] for row in rows}
-    assert passes["ensemble"] == 2 * passes["egnn"]  # two members of three seeds
+    for whole, part in (("ensemble", "egnn"), ("p-ensemble", "p-egnn")):
+        assert passes[whole] == 2 * passes[part]  # two members of three seeds
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_the_quick_preset_from_end_to_end(tmp_path, monkeypatch):
     [
         (
             ["--methods", "p-eggn"],
-            "allowed: egnn, ensemble, blip, mc-dropout, p-egnn, p-blip; did you mean 'p-egnn'?",
+            "allowed: egnn, ensemble, blip, mc-dropout, p-egnn, p-ensemble, p-blip; did you mean 'p-egnn'?",
         ),
         (["--sizes", "20000"], "a training set of 20000 was asked for, but the data hold 10000"),
         (["--sizes", "1000,3k"], "whole numbers with commas between them are wanted, got '3k'"),

@@ -49,6 +49,18 @@ def test_an_ensemble_gives_what_its_members_give():
         torch.testing.assert_close(out.positions, expected)
 
 
+def test_an_ensemble_of_p_takes_the_samples_of_its_members_in_turn():
+    torch.manual_seed(0)
+    members = [PEGNN(SMALL, start=0.5) for _ in range(3)]
+    ensemble = Ensemble(members)
+    drawn = ensemble.sample(data(), samples=5, seed=1).positions
+    for number, member in enumerate(members):
+        alone = member.sample(data(), samples=5, seed=1).positions
+        torch.testing.assert_close(drawn[number::3], alone[number::3])
+    plain = [member.run(data(), [None]) for member in members]
+    torch.testing.assert_close(ensemble.run(data(), [None])[0], torch.cat(plain).mean(0))
+
+
 def test_blip_repeats_for_a_seed_and_is_equivariant_only_without_its_noise():
     """The noise of BLIP belongs to rows, not to the structure: the same draw turned is another draw."""
     torch.manual_seed(0)

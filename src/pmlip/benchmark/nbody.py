@@ -29,7 +29,6 @@ from pmlip.record import environment
 from pmlip.samples import Samples
 from pmlip.scores import fair_crps
 
-# Methods that are trained. An ensemble is put together from EGNNs.
 TRAINED: dict[str, Callable[..., Method]] = {
     "egnn": Deterministic,
     "blip": BLIP,
@@ -37,6 +36,7 @@ TRAINED: dict[str, Callable[..., Method]] = {
     "p-egnn": PEGNN,
     "p-blip": PBLIP,
 }
+ENSEMBLES = {"ensemble": "egnn", "p-ensemble": "p-egnn"}  # put together from what is trained
 WATCHED = 10  # samples when a method is judged on its way; the fair CRPS is unbiased at any number
 
 
@@ -99,11 +99,11 @@ def run(
         if method not in METHODS:
             hint = did_you_mean(method, METHODS)
             raise ValueError(f"unknown method {method!r}; allowed: {', '.join(METHODS)}{hint}")
-    if "ensemble" in methods and seeds < 3:
-        raise ValueError(f"an ensemble leaves one of the EGNN seeds out and needs at least 3, got seeds={seeds}")
+    if seeds < 3 and any(method in ENSEMBLES for method in methods):
+        raise ValueError(f"an ensemble leaves one of the seeds out and needs at least 3, got seeds={seeds}")
     cells = [Cell(method, size, seed) for size in sizes for method in methods for seed in range(seeds)]
-    # An ensemble is made of the EGNNs, so those come first.
-    rounds = [[c for c in cells if c.method != "ensemble"], [c for c in cells if c.method == "ensemble"]]
+    # ensembles are made of the others, so those come first
+    rounds = [[c for c in cells if c.method not in ENSEMBLES], [c for c in cells if c.method in ENSEMBLES]]
     prepare(cells, preset, folder, seeds=seeds)
     job = partial(work, preset=preset, folder=folder, seeds=seeds)
     try:
@@ -129,9 +129,9 @@ def prepare(cells: Sequence[Cell], preset: Preset, folder: Path, *, seeds: int) 
 
 def _described(cell: Cell, preset: Preset, members: int | None) -> dict[str, Any]:
     """The settings of a cell as its result file holds them; members: of an ensemble."""
-    recipe = preset.recipes.get("egnn" if cell.method == "ensemble" else cell.method)
+    recipe = preset.recipes.get(ENSEMBLES.get(cell.method, cell.method))
     described = {**asdict(preset.settings), "recipe": asdict(recipe) if recipe else None}
-    if cell.method == "ensemble":
+    if cell.method in ENSEMBLES:
         described["members"] = members
     read_back: dict[str, Any] = json.loads(json.dumps(described))  # lists for tuples
     return read_back
@@ -143,11 +143,11 @@ def work(cell: Cell, *, preset: Preset, folder: Path, seeds: int) -> dict[str, A
     sets = {split: _load(split, settings) for split in nbody_data.SPLITS}
     curve: list[dict[str, float]] = []
     weights = folder / "weights"
-    if cell.method == "ensemble":
-        members = [_load_egnn(weights, cell.size, seed, preset) for seed in range(seeds)]
-        method: Method = leave_one_out(members)[cell.seed]
+    if cell.method in ENSEMBLES:
+        parts = [Cell(ENSEMBLES[cell.method], cell.size, seed) for seed in range(seeds)]
+        method: Method = leave_one_out([_load_trained(part, weights, preset) for part in parts])[cell.seed]
         cells = read_cells(folder)
-        costs = [cells[Cell("egnn", cell.size, seed)]["training"] for seed in range(seeds) if seed != cell.seed]
+        costs = [cells[part]["training"] for part in parts if part.seed != cell.seed]
         training = {key: sum(cost[key] for cost in costs) for key in ("seconds", "passes")}
     else:
         torch.manual_seed(cell.seed)
@@ -281,13 +281,13 @@ def _load(split: str, settings: NBodySettings) -> Trajectories:
     return loaded.at_rest((end - start) * TIME_STEP) if settings.at_rest else loaded
 
 
-def _load_egnn(weights: Path, size: int, seed: int, preset: Preset) -> Method:
-    file = weights / f"egnn-{size}-{seed}.pt"
+def _load_trained(cell: Cell, weights: Path, preset: Preset) -> Method:
+    file = weights / f"{cell.name}.pt"
     if not file.exists():
         raise FileNotFoundError(
-            f"an ensemble needs {file}, which is kept only where the EGNN was trained; run the method egnn for this "
+            f"an ensemble needs {file}, which is kept only where it was trained; run the method {cell.method} for this "
             "size, and if it counts as finished, remove its result file first"
         )
-    method = _make("egnn", preset.recipes["egnn"])
+    method = _make(cell.method, preset.recipes[cell.method])
     method.load_state_dict(torch.load(file, weights_only=True))
     return method

@@ -3,6 +3,7 @@
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -238,23 +239,37 @@ def _generators(samples: int, seed: int) -> list[torch.Generator]:
 
 
 class Ensemble(Method):
-    """Several trained methods of one sample each."""
+    """Several trained methods whose samples are taken in turn. A draw is the number of a member and its own draw."""
 
     def __init__(self, members: Sequence[Method]) -> None:
         super().__init__()
         self.members = nn.ModuleList(members)
-        self.fixed_samples = len(members)
+        self.fixed_samples = len(members) if members[0].fixed_samples == 1 else None
 
     def loss(self, batch: Trajectories, generator: torch.Generator, samples: int) -> Tensor:
         raise TypeError("an ensemble is not trained as one; train its members")
 
     def draw(self, samples: int, seed: int) -> Sequence[Any]:
-        if samples != len(self.members):
+        if self.fixed_samples is None:
+            return [(k % len(self.members), own) for k, own in enumerate(self._parts[0].draw(samples, seed))]
+        if samples != self.fixed_samples:
             raise ValueError(f"an ensemble of {len(self.members)} members has as many samples, not {samples}")
-        return [None] * samples
+        return [(k, None) for k in range(samples)]
 
     def run(self, data: Trajectories, draws: Sequence[Any]) -> Tensor:
-        return torch.cat([member.run(data, [None]) for member in self.members])  # type: ignore[operator]  # a ModuleList does not say of what
+        if list(draws) == [None]:  # without noise: the mean of the members
+            return torch.cat([member.run(data, [None]) for member in self._parts]).mean(0, keepdim=True)
+        of_member = [[k for k, (number, _) in enumerate(draws) if number == i] for i in range(len(self.members))]
+        outputs = [
+            member.run(data, [draws[k][1] for k in own])
+            for member, own in zip(self._parts, of_member, strict=True)
+            if own
+        ]
+        return torch.cat(outputs)[torch.tensor(list(chain(*of_member))).argsort()]
+
+    @property
+    def _parts(self) -> list[Method]:
+        return list(self.members)  # type: ignore[arg-type]  # a ModuleList does not say of what
 
 
 def leave_one_out(members: Sequence[Method]) -> list[Ensemble]:
