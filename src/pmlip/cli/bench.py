@@ -154,6 +154,7 @@ def silica(
 @bench.command()
 def silica_trials(
     methods: Methods = "p,blip,mc-dropout,deterministic",
+    seeds: Seeds = 2,
     jobs: Jobs = 1,
     out: Results = Path("benchmarks/results/silica/trials"),
 ) -> None:
@@ -169,7 +170,7 @@ def silica_trials(
             benchmark.SilicaSettings(backbone="chgnet", data=benchmark.TUNING, config=FinetuneConfig(steps=200)),
             names=trials(_listed(methods)),
             sizes=[48],
-            seeds=1,
+            seeds=seeds,
             folder=out,
             jobs=jobs,
             console=Console(),
