@@ -33,7 +33,7 @@ TRIALS: dict[str, dict[str, Variant]] = {
         "as-is": Variant(),
         "noise-half": Variant({"noise_rate": 2.8e-3}),  # of what is found by itself for CHGNet
         "noise-double": Variant({"noise_rate": 1.1e-2}),
-        "start-1": Variant({"start": 1.0}),
+        "start-1": COMPARED["p+random-start"],
     },
     "blip": {
         "as-is": Variant(),
