@@ -31,6 +31,7 @@ def test_steps_for_a_training_set(given, structures, steps):
         ({"seed": -1}, "seed must not be negative, got -1"),
         ({"noise_rate": 0.0}, "noise_rate must be positive, got 0.0"),
         ({"average": 1.0}, r"average must lie in \[0, 1\), got 1.0"),
+        ({"second_moment": -0.1}, r"second_moment must lie in \[0, 1\), got -0.1"),
         ({"energy": -1.0}, "the weight of energy must not be negative"),
     ],
 )

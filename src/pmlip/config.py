@@ -18,6 +18,7 @@ class FinetuneConfig:
     start: float = 0.0  # random noise weights at the start: 1 for a spread as large as the error; 0 as in the paper
     warm_up: float = 0.2  # share of the steps in which the rates rise; then they fall as a cosine
     clip: float = 10.0  # largest norm of the gradient
+    second_moment: float = 0.98  # decay of AdamW's mean of squared gradients; with its usual 0.999 losses jump up
     average: float = 0.98  # decay of the running mean of the weights, which is what is kept
     energy: float = 0.05  # weight of the energies, each term measured in units of its error before fine-tuning
     forces: float = 1.0  # weight of the forces
@@ -48,8 +49,9 @@ class FinetuneConfig:
         for name in ("backbone_rate", "noise_rate", "clip"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if not 0 <= self.average < 1:
-            raise ValueError(f"average must lie in [0, 1), got {self.average}")
+        for name in ("average", "second_moment"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
         losses.check_weights(self.weights, allowed=dict.fromkeys(LABELS))
 
     @property

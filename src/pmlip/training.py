@@ -133,7 +133,7 @@ class _Run:
                 self.model.start_at_random(config.start, train, error, seed=config.seed)
                 self._fit_energy_zero()
         self.parameters, groups = self._groups()
-        self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, config.second_moment), weight_decay=0.0)
         self.averaged = [parameter.detach().clone() for parameter in self.parameters]
         if stored:
             self._restore(stored)

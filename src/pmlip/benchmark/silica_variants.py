@@ -31,9 +31,9 @@ COMPARED = {
 TRIALS: dict[str, dict[str, Variant]] = {
     "p": {
         "as-is": Variant(),
-        "noise-half": Variant({"noise_rate": 2.8e-3}),  # of what is found by itself for CHGNet
-        "noise-double": Variant({"noise_rate": 1.1e-2}),
+        "128-dimensions": Variant({}, {"noise_dim": 128}),
         "start-1": COMPARED["p+random-start"],
+        "start-1-128-dimensions": Variant({"start": 1.0}, {"noise_dim": 128}),
     },
     "blip": {
         "as-is": Variant(),
@@ -43,9 +43,9 @@ TRIALS: dict[str, dict[str, Variant]] = {
     },
     "mc-dropout": {
         "as-is": Variant(),
+        "share-0.005": Variant({}, {"share": 0.005}),
         "share-0.01": Variant({}, {"share": 0.01}),
         "share-0.02": Variant({}, {"share": 0.02}),
-        "share-0.1": Variant({}, {"share": 0.1}),
     },
     "deterministic": {
         "as-is": Variant(),
@@ -55,14 +55,14 @@ TRIALS: dict[str, dict[str, Variant]] = {
     },
 }
 
-# Attempts at a spread of P that rises where there are no data, and at a better mean.
+# What else was tried: the usual memory of AdamW, and a spread of P that rises where there are no data.
 FIXED = 1e-9  # a rate at which noise weights stay what they are: the backbone learns to live with the noise
 ATTEMPTS = {
+    "p+second-moment-0.999": Variant({"second_moment": 0.999}),
+    "blip+second-moment-0.999": Variant({"second_moment": 0.999}),
+    "deterministic+second-moment-0.999": Variant({"second_moment": 0.999}),
     "p+start-3": Variant({"start": 3.0}),
     "p+start-1-fixed": Variant({"start": 1.0, "noise_rate": FIXED}),
-    "p+128-dimensions": Variant({}, {"noise_dim": 128}),
-    "p+start-0.5-128-dimensions": Variant({"start": 0.5}, {"noise_dim": 128}),
-    "p+start-1-128-dimensions": Variant({"start": 1.0}, {"noise_dim": 128}),
     "p+start-1-fixed-128-dimensions": Variant({"start": 1.0, "noise_rate": FIXED}, {"noise_dim": 128}),
 }
 
