@@ -1,10 +1,14 @@
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from pmlip.benchmark.nbody import judge, judge_finite
 from pmlip.benchmark.runner import read_cells
 from pmlip.cli import app
+from pmlip.nbody.data import Trajectories
+from pmlip.samples import Samples
 
 ALL = "egnn,ensemble,blip,mc-dropout,p-egnn,p-ensemble,p-blip"
 
@@ -72,3 +76,18 @@ def test_the_table_of_parameters():
     result = invoke("--params")
     assert "151,428" in result.output
     assert "1.13x" in result.output
+
+
+def test_trajectories_out_of_the_range_of_numbers_are_counted_and_left_out():
+    values = torch.randn(5, 3, 2, 3, generator=torch.Generator().manual_seed(0))
+    data = Trajectories(values[0], values[1], torch.ones(3, 2), values[2], values[3])
+    positions = values[4].flatten(0, 1) + torch.randn(7, 6, 3, generator=torch.Generator().manual_seed(1))
+    system = torch.arange(3).repeat_interleave(2)
+    lost = positions.clone()
+    lost[4, 2] = torch.inf  # a particle of the second trajectory
+    others = torch.tensor([0, 2])
+    expected = judge(Samples({"positions": positions[:, system != 1]}, system[:4]), data.select(others))
+    assert judge_finite(Samples({"positions": lost}, system), data) == {**expected, "lost_trajectories": 1}
+    assert judge_finite(Samples({"positions": positions}, system), data) == judge(
+        Samples({"positions": positions}, system), data
+    )

@@ -41,7 +41,7 @@ def test_predict_is_the_backbone_at_z_zero(model):
 
 
 def test_in_training_every_system_may_have_its_own_noise(model):
-    noise = torch.randn(3, 2, 32, dtype=torch.float64)
+    noise = torch.randn(3, 2, 128, dtype=torch.float64)
     together = model(model.backbone.graph([ETHANOL, WATER]), noise)
     alone = model(model.backbone.graph([WATER]), noise[:, 1])
     torch.testing.assert_close(together["energy"][:, 1], alone["energy"][:, 0])
@@ -78,8 +78,8 @@ def test_errors_name_the_structure_as_it_was_given_not_as_it_was_chunked(model):
         (lambda model: model.sample(WATER, samples=0), "at least 1 sample"),
         (lambda model: model.sample(WATER, samples=1).spread, "at least 2 samples, got samples=1"),
         (lambda model: model.sample(WATER, samples=2, chunk_atoms=0), "at least 1 atom, got chunk_atoms=0"),
-        (lambda model: model(model.backbone.graph([WATER, WATER]), torch.zeros(2, 5, 32)), r"got \(2, 5, 32\)"),
-        (lambda model: model(model.backbone.graph([WATER]), torch.zeros(32)), r"must have shape \(sample, 32\)"),
+        (lambda model: model(model.backbone.graph([WATER, WATER]), torch.zeros(2, 5, 128)), r"got \(2, 5, 128\)"),
+        (lambda model: model(model.backbone.graph([WATER]), torch.zeros(128)), r"must have shape \(sample, 128\)"),
         (lambda model: model.sample(WATER, samples=2, kind="sobol"), "unknown kind of draw 'sobol'"),
     ],
 )

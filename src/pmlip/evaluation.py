@@ -42,9 +42,9 @@ class Evaluation:
         """The same with the first so many samples."""
         return _judged(self.drawn.subset(samples), self.point, self.target, self.seconds, self.listed)
 
-    def scaled(self, factor: float) -> "Evaluation":
-        """The same with the spread times this factor, about the mean."""
-        return _judged(self.drawn.scaled(factor), self.point, self.target, self.seconds, self.listed)
+    def scaled(self, factor: float, *, energy: float | None = None) -> "Evaluation":
+        """The same with the spread times this factor, about the mean; energy: a factor of its own for the energies."""
+        return _judged(self.drawn.scaled(factor, energy=energy), self.point, self.target, self.seconds, self.listed)
 
 
 def evaluate(

@@ -180,6 +180,10 @@ class Potential(Perturbed, Method):
         """
         return 0.004 * self._weights_for(error, structures)
 
+    @property
+    def usual_start(self) -> float:
+        return 0.0 if self.trained else 1.0  # what was learned before must not be lost
+
     def start_at_random(self, share: float, structures: Sequence[Atoms], error: float, *, seed: int) -> None:
         """Training then takes the spread away where there are data, and leaves it elsewhere."""
         self.randomise(share * self._weights_for(error, structures), seed=seed)
@@ -226,14 +230,14 @@ class Potential(Perturbed, Method):
 
 
 @overload
-def perturb(module: Backbone, *, noise_dim: int = 32, sites: Sites | None = None) -> Potential: ...
+def perturb(module: Backbone, *, noise_dim: int = 128, sites: Sites | None = None) -> Potential: ...
 
 
 @overload
-def perturb(module: nn.Module, *, noise_dim: int = 32, sites: Sites | None = None) -> Perturbed: ...
+def perturb(module: nn.Module, *, noise_dim: int = 128, sites: Sites | None = None) -> Perturbed: ...
 
 
-def perturb(module: nn.Module, *, noise_dim: int = 32, sites: Sites | None = None) -> Perturbed:
+def perturb(module: nn.Module, *, noise_dim: int = 128, sites: Sites | None = None) -> Perturbed:
     """A copy of `module` with noise at its sites, computing exactly what the module does until it is trained.
 
     A backbone from `load_backbone` knows its sites and becomes a `Potential`. Any other module becomes a

@@ -91,10 +91,11 @@ class Samples(Outputs):
             raise ValueError(f"there are {self.count} samples, so a subset has 1 to {self.count}, not {samples}")
         return Samples({name: value[:samples] for name, value in self.items()}, self.system, trained=self.trained)
 
-    def scaled(self, factor: float) -> "Samples":
-        """The same mean, and the spread times this factor."""
+    def scaled(self, factor: float, *, energy: float | None = None) -> "Samples":
+        """The same mean, and the spread times this factor; energy: a factor of its own for the energies."""
         mean = self.mean
-        named = {name: mean[name] + factor * (value - mean[name]) for name, value in self.items()}
+        factors = dict.fromkeys(self, factor) | ({} if energy is None else {"energy": energy})
+        named = {name: mean[name] + factors[name] * (value - mean[name]) for name, value in self.items()}
         return Samples(named, self.system, trained=self.trained)
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # it takes seconds to import
 DEFAULT_ERROR = 0.05  # eV/Å, of forces that are not learned from
 ZERO_SHARE = 0.01  # of the error of the energies before: what the zero of a sample's energies may move in a step
 STRUCTURES_FOR_ZERO = 2  # what all have in common, a few show
+STRUCTURES_FOR_OFFSETS = 64
 SAVE_EVERY = 60.0  # seconds between two saves of the state of a run
 
 
@@ -129,8 +130,8 @@ class _Run:
             self.offsets, self.scales = self._prepare()
             error = self.scales.get("forces", DEFAULT_ERROR)
             self.noise_rate = float(f"{config.noise_rate or self.model.rate_for_new(train, error):.2g}")  # as printed
-            if config.start:
-                self.model.start_at_random(config.start, train, error, seed=config.seed)
+            if start := self.model.usual_start if config.start is None else config.start:
+                self.model.start_at_random(start, train, error, seed=config.seed)
                 self._fit_energy_zero()
         self.parameters, groups = self._groups()
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, config.second_moment), weight_decay=0.0)
@@ -218,7 +219,7 @@ class _Run:
         self._save()
         self.model.load_state_dict(self.best_state or self._averaged_state())
         validation = {name: value for name, value in self._best_line.items() if name.startswith("valid")}
-        if self._fit_energy_zero() and self.valid:
+        if (self._fit_energy_zero() | self._fit_offsets_again()) and self.valid:
             validation = self._scores()
         return Finetuned(self.step, validation, self.offsets, self.scales, self.noise_rate, self.log, self.spent)
 
@@ -228,6 +229,19 @@ class _Run:
         if fitted:
             self.model.fit_energy_zero(self.train[:STRUCTURES_FOR_ZERO])
         return fitted
+
+    def _fit_offsets_again(self) -> bool:
+        """The steps move all energies together by more than they differ from the labels. Whether there were any."""
+        if not (self.config.offsets and "energy" in self.scales):
+            return False
+        some = self.train[:: math.ceil(len(self.train) / STRUCTURES_FOR_OFFSETS)]
+        count = self.model.fixed_samples or self.config.validation_samples
+        # in passes of a fixed size: a resumed run must end with the very same numbers
+        energy = self.model.sample(some, samples=count, chunk_atoms=512).mean.energy.double()
+        moved = fit_offsets((labels(some).energy - energy).numpy(), some)
+        self.model.backbone.shift_references(moved)
+        self.offsets = {number: self.offsets.get(number, 0.0) + moved.get(number, 0.0) for number in self.offsets}
+        return True
 
     @property
     def _best_line(self) -> dict[str, float]:

@@ -222,8 +222,8 @@ def _tests(
         "spread_factor": factor,
         "test": judge(test.scaled(factor), data),
         "test_as_trained": judge(test, data),
-        "out_of_distribution": judge(outside.scaled(factor), unseen),
-        "out_of_distribution_as_trained": judge(outside, unseen),
+        "out_of_distribution": judge_finite(outside.scaled(factor), unseen),
+        "out_of_distribution_as_trained": judge_finite(outside, unseen),
         "equivariance_error": equivariance_error(method, data.part(0, 100)),
         "prediction": {"seconds": seconds, "passes": samples * len(data)},
     }
@@ -269,6 +269,18 @@ def judge(samples: Samples, data: Trajectories) -> dict[str, float]:
     if samples.count > 1:
         scores["ssr"] = metrics.spread_skill_ratio(mean, samples.spread.positions, target, samples.count)
     return scores
+
+
+def judge_finite(samples: Samples, data: Trajectories) -> dict[str, float]:
+    """The same without the trajectories that a sample threw out of the range of numbers, and how many these are."""
+    particles = data.positions.shape[1]
+    finite = samples.positions.isfinite().all(-1).all(0).view(-1, particles).all(1)
+    lost = len(data) - int(finite.sum())
+    if not lost:
+        return judge(samples, data)
+    kept = finite.repeat_interleave(particles)
+    some = Samples({"positions": samples.positions[:, kept]}, samples.system[: int(kept.sum())])
+    return {**judge(some, data.select(finite)), "lost_trajectories": lost}
 
 
 def _training_set(data: Trajectories, settings: NBodySettings) -> Trajectories:

@@ -239,14 +239,15 @@ def work(cell: Cell, *, settings: SilicaSettings, folder: Path, device: str = "c
     else:
         model = _fine_tuned(cell, data, settings, folder, device)
         training = model.record["training"]
-    factor = _spread_factor(model, data.valid, settings)
+    factor, energy_factor = _spread_factors(model, data.valid, settings)
     as_trained = evaluate(model, data.test, samples=settings.test_samples)
-    inside = as_trained.scaled(factor)
+    inside = as_trained.scaled(factor, energy=energy_factor)
     named = {"backbone": settings.backbone, "data": _stem(settings.data), "method": _method(cell)}
     result: dict[str, Any] = {
         "cell": named | {"size": cell.size, "seed": cell.seed},
         "samples": inside.samples,
         "spread_factor": factor,
+        "energy_spread_factor": energy_factor,
         "test": _flat(inside),
         "test_as_trained": _flat(as_trained),
         **({"test_three_samples": _flat(inside.subset(3))} if inside.samples > 3 else {}),
@@ -258,21 +259,27 @@ def work(cell: Cell, *, settings: SilicaSettings, folder: Path, device: str = "c
     has_spread = bool(inside.spread.any())
     outside = {}
     for place, structures in data.unseen.items():
-        outside[place] = evaluate(model, structures, samples=settings.test_samples).scaled(factor)
+        outside[place] = evaluate(model, structures, samples=settings.test_samples)
+        outside[place] = outside[place].scaled(factor, energy=energy_factor)
         result["unseen"][place] = _flat(outside[place]) | (compare(inside, outside[place]) if has_spread else {})
     if has_spread and outside:
         result["test_and_unseen"] = rank_together([inside, *outside.values()])
     return {**result, "settings": _described(settings, cell, data.hash), **environment()}
 
 
-def _spread_factor(model: Method, valid: Sequence[Atoms], settings: SilicaSettings) -> float:
-    """The factor for the spread that suits the forces of the validation data best.
+def _spread_factors(model: Method, valid: Sequence[Atoms], settings: SilicaSettings) -> tuple[float, float]:
+    """The factors for the spread that suit the forces and the energies of the validation data best.
 
     1 for the Gaussians, which are fitted to them already, and where the samples are too few to tell.
     """
     if model.fixed_samples is not None or model.needs_validation:
-        return 1.0
-    return best_factor(model.sample(valid, samples=settings.test_samples).forces.double(), labels(valid).forces)
+        return 1.0, 1.0
+    drawn, target = model.sample(valid, samples=settings.test_samples), labels(valid)
+    atoms = target.atoms_per_system
+    return (
+        best_factor(drawn.forces.double(), target.forces),
+        best_factor(drawn.energy.double() / atoms, target.energy / atoms),
+    )
 
 
 def _fine_tuned(cell: Cell, data: Splits, settings: SilicaSettings, folder: Path, device: str) -> Method:

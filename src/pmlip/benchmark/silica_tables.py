@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 TRIVIAL = ["deterministic", "constant", "force-scaled", "confidence"]
 # in this order in tables and figures, and others after them
-METHODS = [*TRIVIAL, "ensemble", "mc-dropout", "blip", "blip+published", "p", "p+random-start", "p-ensemble"]
+METHODS = [*TRIVIAL, "ensemble", "mc-dropout", "blip", "blip+published", "p", "p+paper", "p-ensemble"]
 
 COLUMNS = {  # name -> title, scale and digits
     "force_mae": ("F-MAE", 1e3, 1),

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pmlip.config import FinetuneConfig
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -12,7 +14,7 @@ class Variant:
 
 
 COMPARED = {
-    "p+random-start": Variant({"start": 1.0}),
+    "p+paper": Variant({"start": 0.0}, {"noise_dim": 32}),
     # its schedule counts steps but is advanced once per epoch, so its rates rise until the end
     "blip+published": Variant(
         {
@@ -27,12 +29,13 @@ COMPARED = {
     ),
 }
 
-# The tuning of CHGNet: for each method the same number of trials.
+# The tuning of CHGNet: for each method the same number of trials, which differ from what was usual before it.
+BEFORE = FinetuneConfig(steps=200, energy=0.05, start=0.0)
 TRIALS: dict[str, dict[str, Variant]] = {
     "p": {
-        "as-is": Variant(),
+        "paper": COMPARED["p+paper"],
         "128-dimensions": Variant({}, {"noise_dim": 128}),
-        "start-1": COMPARED["p+random-start"],
+        "start-1": Variant({"start": 1.0}, {"noise_dim": 32}),
         "start-1-128-dimensions": Variant({"start": 1.0}, {"noise_dim": 128}),
     },
     "blip": {
@@ -42,7 +45,7 @@ TRIALS: dict[str, dict[str, Variant]] = {
         "offset-4-wide": Variant({"noise_rate": 1e-2}, {"offset": 4.0, "prior": 0.1, "largest": 0.5}),
     },
     "mc-dropout": {
-        "as-is": Variant(),
+        "share-0.001": Variant({}, {"share": 0.001}),
         "share-0.005": Variant({}, {"share": 0.005}),
         "share-0.01": Variant({}, {"share": 0.01}),
         "share-0.02": Variant({}, {"share": 0.02}),
@@ -55,15 +58,19 @@ TRIALS: dict[str, dict[str, Variant]] = {
     },
 }
 
-# What else was tried: the usual memory of AdamW, and a spread of P that rises where there are no data.
+# What else was tried: the usual memory of AdamW, other weights of the energies, and a spread of P that rises where
+# there are no data.
 FIXED = 1e-9  # a rate at which noise weights stay what they are: the backbone learns to live with the noise
 ATTEMPTS = {
-    "p+second-moment-0.999": Variant({"second_moment": 0.999}),
+    "p+second-moment-0.999": Variant({"start": 0.0, "second_moment": 0.999}, {"noise_dim": 32}),
     "blip+second-moment-0.999": Variant({"second_moment": 0.999}),
     "deterministic+second-moment-0.999": Variant({"second_moment": 0.999}),
+    "p+energy-0.01": Variant({"start": 1.0, "energy": 0.01}),
+    "p+energy-0.2": Variant({"start": 1.0, "energy": 0.2}),
+    "deterministic+energy-0.01": Variant({"energy": 0.01}),
+    "deterministic+energy-0.2": Variant({"energy": 0.2}),
     "p+start-3": Variant({"start": 3.0}),
-    "p+start-1-fixed": Variant({"start": 1.0, "noise_rate": FIXED}),
-    "p+start-1-fixed-128-dimensions": Variant({"start": 1.0, "noise_rate": FIXED}, {"noise_dim": 128}),
+    "p+fixed-noise": Variant({"start": 1.0, "noise_rate": FIXED}),
 }
 
 

@@ -163,11 +163,11 @@ def silica_trials(
     Example: pmlip bench silica-trials --methods p,blip --jobs 2
     """
     from pmlip.benchmark import silica as benchmark
-    from pmlip.benchmark.silica_variants import trials
+    from pmlip.benchmark.silica_variants import BEFORE, trials
 
     with one_sentence():
         benchmark.run(
-            benchmark.SilicaSettings(backbone="chgnet", data=benchmark.TUNING, config=FinetuneConfig(steps=200)),
+            benchmark.SilicaSettings(backbone="chgnet", data=benchmark.TUNING, config=BEFORE),
             names=trials(_listed(methods)),
             sizes=[48],
             seeds=seeds,

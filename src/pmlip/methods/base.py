@@ -69,6 +69,11 @@ class Method(nn.Module, ABC):
         """A learning rate for these; error: mean absolute error of the forces before fine-tuning, in eV/Å."""
         return 5e-4
 
+    @property
+    def usual_start(self) -> float:
+        """The share for `start_at_random` where none is asked for."""
+        return 0.0
+
     def start_at_random(self, share: float, structures: Sequence[Atoms], error: float, *, seed: int) -> None:
         """Before training: a random spread of the forces of this share of their error."""
         raise ValueError(f"{type(self).__name__} has no noise weights that could start at random, so start must be 0")

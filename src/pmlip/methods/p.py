@@ -4,5 +4,5 @@ from pmlip.backbones.base import Backbone
 from pmlip.model import Potential, perturb
 
 
-def make(backbone: Backbone, *, noise_dim: int = 32) -> Potential:
+def make(backbone: Backbone, *, noise_dim: int = 128) -> Potential:
     return perturb(backbone, noise_dim=noise_dim)
