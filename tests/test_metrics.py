@@ -134,6 +134,18 @@ def test_partial_spearman_takes_away_what_a_third_quantity_explains():
     assert metrics.partial_spearman(error, spread, force) == pytest.approx(0, abs=0.03)
 
 
+def test_samples_on_a_line_have_one_direction_and_independent_ones_as_many_as_there_are_components():
+    random = np.random.default_rng(0)
+    system = np.array([0, 0, 1, 1])  # two atoms each
+    line = random.normal(size=(500, 1, 1)) * random.normal(size=(4, 3))
+    assert metrics.effective_directions(line, system) == pytest.approx(1)
+    independent = random.normal(size=(5000, 4, 3))
+    assert metrics.effective_directions(independent, system) == pytest.approx(6, rel=0.01)
+    still = np.where(system[:, None] == 1, 7.0, independent)  # symmetry fixes all atoms of the second system
+    assert metrics.effective_directions(still, system) == pytest.approx(6, rel=0.01)
+    assert math.isnan(metrics.effective_directions(np.ones((5, 4, 3)), system))
+
+
 def test_auroc_of_equal_and_of_separate_sets():
     assert metrics.auroc([1, 2, 3], [1, 2, 3]) == 0.5
     assert metrics.auroc([1, 2], [3, 4]) == 1

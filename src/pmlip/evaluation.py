@@ -107,6 +107,8 @@ def _scores(name: str, drawn: Samples, point: Outputs, target: Outputs) -> dict[
         result["coverage_95"] = metrics.coverage(mean[moving], spread[moving], label[moving], drawn.count)
     if name == "forces" and bool(present.all()):
         result |= _ranking(mean, spread, label, drawn.system)
+        if bool(moving.any()):
+            result["directions"] = metrics.effective_directions(values, drawn.system)
     return result
 
 

@@ -157,6 +157,23 @@ def partial_spearman(a: Array, b: Array, given: Array) -> float:
     return float((ab - ag * bg) / math.sqrt(left)) if left > 1e-12 else math.nan
 
 
+def effective_directions(samples: Array, system: Array) -> float:
+    """In how many directions samples (sample, atom, component) vary about their mean: of each system, averaged.
+
+    (sum of the variances along their principal axes)^2 / (sum of the squares of these): 1 if all samples lie on a line.
+    The widths of all atoms then come from one pattern, and are wrong wherever that pattern happens to be small.
+    """
+    values, of = _array(samples), _array(system)
+    around = values - values.mean(0)
+    found = []
+    for number in np.unique(of):
+        part = around[:, of == number].reshape(len(around), -1)
+        gram = part @ part.T
+        if np.trace(gram) > 0:
+            found.append(np.trace(gram) ** 2 / np.square(gram).sum())
+    return float(np.mean(found)) if found else math.nan
+
+
 def auroc(inside: Array, outside: Array) -> float:
     """Chance that a value from `outside` exceeds one from `inside` (ties count half): 1/2 if they do not differ."""
     a, b = _array(inside).ravel(), _array(outside).ravel()

@@ -342,6 +342,7 @@ def _flat(evaluation: Evaluation) -> dict[str, float]:
     renamed = {
         "ssr": "ssr",
         "spread": "force_spread",
+        "directions": "directions",
         "spearman_structure": "spearman",
         "spearman_structure_of_force": "spearman_of_force",
         "spearman_structure_given_force": "spearman_given_force",
