@@ -51,6 +51,18 @@ def test_the_quick_preset_from_end_to_end(tmp_path, monkeypatch):
     passes = {row["method"]: row["training_passes"] for row in rows}
     for whole, part in (("ensemble", "egnn"), ("p-ensemble", "p-egnn")):
         assert passes[whole] == 2 * passes[part]  # two members of three seeds
+    lost = out / "p-egnn-200-0.json"
+    before = json.loads(lost.read_text())
+    lost.unlink()
+    assert (
+        invoke(
+            "--preset", "quick", "--methods", "p-egnn", "--sizes", "200", "--seeds", "1", "--out", str(out)
+        ).exit_code
+        == 0
+    )
+    again = json.loads(lost.read_text())
+    assert again["training"] == before["training"]  # what is trained is judged again, not trained again
+    assert again["test"] == pytest.approx(before["test"], rel=1e-5)
 
 
 @pytest.mark.parametrize(

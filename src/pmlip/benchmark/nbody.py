@@ -141,41 +141,22 @@ def work(cell: Cell, *, preset: Preset, folder: Path, seeds: int) -> dict[str, A
     """Train (or, for an ensemble, put together) one method and judge it."""
     settings = preset.settings
     sets = {split: _load(split, settings) for split in nbody_data.SPLITS}
+    described = {"settings": _described(cell, preset, seeds - 1), **environment("numba")}
     curve: list[dict[str, float]] = []
-    weights = folder / "weights"
     if cell.method in ENSEMBLES:
         parts = [Cell(ENSEMBLES[cell.method], cell.size, seed) for seed in range(seeds)]
-        method: Method = leave_one_out([_load_trained(part, weights, preset) for part in parts])[cell.seed]
-        cells = read_cells(folder)
-        costs = [cells[part]["training"] for part in parts if part.seed != cell.seed]
+        members = [_load_trained(part, preset, folder) for part in parts]
+        method: Method = leave_one_out([member for member, _ in members])[cell.seed]
+        costs = [record["training"] for part, (_, record) in zip(parts, members, strict=True) if part.seed != cell.seed]
         training = {key: sum(cost[key] for cost in costs) for key in ("seconds", "passes")}
     else:
-        torch.manual_seed(cell.seed)
-        recipe = preset.recipes[cell.method]
-        method = _make(cell.method, recipe)
-        watched = method.fixed_samples or min(WATCHED, settings.validation_samples)
         try:
-            with warnings.catch_warnings():
-                # the compiler looks at the gradient of BLIP's alpha, which has none
-                warnings.filterwarnings("ignore", message="The .grad attribute")
-                done = train(
-                    method,
-                    _training_set(sets["train"].first(cell.size), settings),
-                    recipe,
-                    epochs=recipe.epochs_for(cell.size),
-                    seed=cell.seed,
-                    watch=lambda m: judge(m.sample(sets["valid"], samples=watched), sets["valid"]),
-                )
+            method, record = _trained(cell, sets, preset, folder)
         except DivergedError as error:
             if not preset.validation_only:
                 raise
-            described = {"settings": _described(cell, preset, seeds - 1), **environment("numba")}
             return {"cell": asdict(cell), "diverged": str(error), "validation_curve": [], **described}
-        method, curve = done.method, done.curve
-        training = {"seconds": done.seconds, "passes": done.passes, "skipped_steps": done.skipped}
-        weights.mkdir(parents=True, exist_ok=True)
-        with atomic_write(weights / f"{cell.name}.pt") as file:
-            torch.save(method.state_dict(), file)
+        training, curve = record["training"], record["validation_curve"]
     factor = _spread_factor(method, sets["valid"], settings)
     return {
         "cell": asdict(cell),
@@ -183,9 +164,39 @@ def work(cell: Cell, *, preset: Preset, folder: Path, seeds: int) -> dict[str, A
         "validation_curve": curve,
         "validation_scaled": factor,
         "training": training,
-        "settings": _described(cell, preset, seeds - 1),
-        **environment("numba"),
+        **described,
     }
+
+
+def _trained(cell: Cell, sets: dict[str, Trajectories], preset: Preset, folder: Path) -> tuple[Method, dict[str, Any]]:
+    """The method of a cell, trained, and how that went. Kept in a file: for ensembles, and if judging it fails."""
+    file, described = _weights(cell, folder), _described(cell, preset, None)
+    if file.exists() and torch.load(file, weights_only=True)["settings"] == described:
+        return _load_trained(cell, preset, folder)
+    torch.manual_seed(cell.seed)
+    recipe = preset.recipes[cell.method]
+    method = _make(cell.method, recipe)
+    watched = method.fixed_samples or min(WATCHED, preset.settings.validation_samples)
+    with warnings.catch_warnings():
+        # the compiler looks at the gradient of BLIP's alpha, which has none
+        warnings.filterwarnings("ignore", message="The .grad attribute")
+        done = train(
+            method,
+            _training_set(sets["train"].first(cell.size), preset.settings),
+            recipe,
+            epochs=recipe.epochs_for(cell.size),
+            seed=cell.seed,
+            watch=lambda m: judge(m.sample(sets["valid"], samples=watched), sets["valid"]),
+        )
+    record = {
+        "settings": described,
+        "training": {"seconds": done.seconds, "passes": done.passes, "skipped_steps": done.skipped},
+        "validation_curve": done.curve,
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(file) as opened:
+        torch.save({**record, "state": done.method.state_dict()}, opened)
+    return done.method, record
 
 
 def _spread_factor(method: Method, valid: Trajectories, settings: NBodySettings) -> dict[str, float] | None:
@@ -293,13 +304,19 @@ def _load(split: str, settings: NBodySettings) -> Trajectories:
     return loaded.at_rest((end - start) * TIME_STEP) if settings.at_rest else loaded
 
 
-def _load_trained(cell: Cell, weights: Path, preset: Preset) -> Method:
-    file = weights / f"{cell.name}.pt"
+def _weights(cell: Cell, folder: Path) -> Path:
+    return folder / "weights" / f"{cell.name}.pt"
+
+
+def _load_trained(cell: Cell, preset: Preset, folder: Path) -> tuple[Method, dict[str, Any]]:
+    """What was trained for a cell, and how that went."""
+    file = _weights(cell, folder)
     if not file.exists():
         raise FileNotFoundError(
             f"an ensemble needs {file}, which is kept only where it was trained; run the method {cell.method} for this "
             "size, and if it counts as finished, remove its result file first"
         )
     method = _make(cell.method, preset.recipes[cell.method])
-    method.load_state_dict(torch.load(file, weights_only=True))
-    return method
+    record = torch.load(file, weights_only=True)
+    method.load_state_dict(record.pop("state"))
+    return method, record
