@@ -15,13 +15,12 @@ class FinetuneConfig:
     samples: int = 4  # noise draws per structure in the loss
     backbone_rate: float | None = None  # learning rate of the backbone's own weights; None: what suits this potential
     noise_rate: float | None = None  # of what comes with the method; None: by how the potential responds to noise
-    start: float | None = None  # random noise weights at the start: 1, the default, for a spread as large as the
-    # error; 0 as in the paper
+    start: float | None = None  # random noise weights, 1 (None) for a spread as large as the error; 0 as in the paper
     warm_up: float = 0.2  # share of the steps in which the rates rise; then they fall as a cosine
     clip: float = 10.0  # largest norm of the gradient
     second_moment: float = 0.98  # decay of AdamW's mean of squared gradients; with its usual 0.999 losses jump up
     average: float = 0.98  # decay of the running mean of the weights, which is what is kept
-    energy: float = 0.01  # weight of the energies, each term measured in units of its error before fine-tuning
+    energy: float = 0.05  # weight of the energies, each term measured in units of its error before fine-tuning
     forces: float = 1.0  # weight of the forces
     stress: float = 0.05  # weight of the stress
     fairness: float = 1.0  # below 1 the almost-fair CRPS; above 1 a spread is rewarded more than is proper

@@ -30,7 +30,7 @@ COMPARED = {
 }
 
 # The tuning of CHGNet: for each method the same number of trials, which differ from what was usual before it.
-BEFORE = FinetuneConfig(steps=200, energy=0.05, start=0.0)
+BEFORE = FinetuneConfig(steps=200, start=0.0)
 TRIALS: dict[str, dict[str, Variant]] = {
     "p": {
         "paper": COMPARED["p+paper"],
