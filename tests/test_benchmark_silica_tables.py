@@ -2,7 +2,7 @@ import pytest
 
 from pmlip import methods
 from pmlip.benchmark.runner import Cell
-from pmlip.benchmark.silica_tables import METHODS, figure, summary, table, unseen_table
+from pmlip.benchmark.silica_tables import METHODS, figure, summary, table, trials_table, unseen_table
 from pmlip.benchmark.silica_variants import COMPARED
 
 
@@ -34,11 +34,19 @@ def test_seeds_are_averaged(results):
     assert of_p["force_crps"] == pytest.approx({"mean": 0.025, "std": 0.01 / 2**0.5})
     assert constant["unseen"]["hot"]["auroc_spread"] == 0.75
     assert "chgnet on silica-pbe:" in table(results)
-    assert "| 32 | p | 32 | 40.0 |  | 25.0 ± 7.1 | 0.90 | 0.70 | 0.80 |" in table(results)
+    assert "| 32 | p | 32 | 40.0 |  | 25.0 ± 7.1 | 0.90 | 0.70 |  | 0.80 |" in table(results)
     assert (
         "| 32 | p | 0.75 (of the force 0.70); error x 2.0, spread x 1.5; SSR 0.60 | 0.80 (of the force 0.70) |"
         in unseen_table(results)
     )
+
+
+def test_the_trials_of_a_setting_stand_in_one_line(results):
+    lines = trials_table(results).splitlines()
+    assert lines[2:] == [
+        "| constant | 40.0 | 35.0 | 0.70 | 1.00 | 0.75 | 1 |",
+        "| p | 40.0 | 25.0 ± 7.1 | 0.70 | 1.00 | 0.75 | 2 |",
+    ]
 
 
 def test_the_papers_values_stand_only_beside_its_own_backbone_and_data(results):

@@ -18,6 +18,7 @@ COLUMNS = {  # name -> title, scale and digits
     "force_crps": ("F-CRPS", 1e3, 1),
     "ssr": ("SSR", 1, 2),
     "ssr_as_trained": ("as trained", 1, 2),
+    "directions": ("directions", 1, 1),
     "spearman": ("Spearman", 1, 2),
     "spearman_of_force": ("of the force", 1, 2),
     "energy_crps": ("E-CRPS", 1e3, 2),
@@ -138,6 +139,18 @@ def unseen_table(results: Results) -> str:
         heading = ["n", "method", *places, "Spearman, test and these together"]
         parts.append(f"{backbone} on {data}:\n\n{_markdown(heading, lines)}")
     return "\n".join(parts)
+
+
+def trials_table(results: Results) -> str:
+    """The trials of the tuning as Markdown, with whether the spread tells what is unseen."""
+    names = ("force_mae", "force_crps", "ssr_as_trained", "energy_crps")
+    lines = []
+    for row in summary(results):
+        apart = [f"{scores['auroc_spread']:.2f}" for scores in row["unseen"].values() if "auroc_spread" in scores]
+        lines.append([row["method"], *(_value(row, name) for name in names), ", ".join(apart), row["seeds"]])
+    heading = ["setting", *(COLUMNS[name][0] for name in names), "AUROC of the unseen", "seeds"]
+    heading[3] = "SSR as trained"
+    return _markdown(heading, sorted(lines, key=lambda line: str(line[0])))
 
 
 def _apart(scores: dict[str, float]) -> str:
