@@ -212,7 +212,7 @@ class BackboneContract:
         graph = double.backbone.graph(structures)
         target = double.predict(structures)
         label = pmlip.Outputs({"energy": target.energy + 0.1, "forces": target.forces.double() + 0.05}, target.system)
-        noise = torch.randn(4, len(structures), 32, generator=torch.Generator().manual_seed(0))
+        noise = torch.randn(4, len(structures), model.noise.dim, generator=torch.Generator().manual_seed(0))
         gradients = []
         for chunk in (None, 1, 3):
             double.zero_grad()

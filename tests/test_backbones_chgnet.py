@@ -24,7 +24,7 @@ class TestContract(BackboneContract):
 
 
 def test_sites_are_the_first_layers_of_all_message_mlps(backbone):
-    model = pmlip.perturb(backbone)
+    model = pmlip.perturb(backbone, noise_dim=32)
     assert len(model.sites) == 20  # 4 atom, 3 bond and 3 angle layers, each with a core and a gate
     assert {site.rows for site in model.sites} == {"edge", "angle"}
     assert sum(p.numel() for p in model.noise_parameters()) == 20 * 64 * 32 + 32 * 32

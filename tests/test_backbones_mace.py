@@ -113,7 +113,7 @@ def test_other_kinds_agree_with_the_calculator_and_are_continuous(kind, block):
 
 
 def test_sites_are_the_first_layers_of_all_radial_mlps():
-    model = pmlip.perturb(small())
+    model = pmlip.perturb(small(), noise_dim=32)
     assert [site.name for site in model.sites] == [f"interactions.{i}.conv_tp_weights.layer0" for i in range(2)]
     assert {site.rows for site in model.sites} == {"edge"}
     assert sum(p.numel() for p in model.noise_parameters()) == 2 * 32 * 32 + 32 * 32

@@ -88,7 +88,7 @@ class TestOrbV2(BackboneContract):
 
 
 def test_sites_are_the_first_layers_of_all_message_and_update_mlps():
-    model = pmlip.perturb(small("direct"))
+    model = pmlip.perturb(small("direct"), noise_dim=32)
     assert len(model.sites) == 6
     assert {site.rows for site in model.sites} == {"node", "edge"}
     assert sum(p.numel() for p in model.noise_parameters()) == 6 * 64 * 32 + 32 * 32

@@ -32,7 +32,7 @@ class TestContract(BackboneContract):
 
 
 def test_sites_are_the_first_layers_of_all_radial_mlps(backbone):
-    model = pmlip.perturb(backbone)
+    model = pmlip.perturb(backbone, noise_dim=32)
     assert [site.name for site in model.sites] == [f"{i}_convolution.weight_nn.layer0" for i in range(5)]
     assert {site.rows for site in model.sites} == {"edge"}
     assert sum(p.numel() for p in model.noise_parameters()) == 5 * 64 * 32 + 32 * 32

@@ -28,7 +28,7 @@ def make(**options):
 @pytest.fixture
 def model():
     net = make()
-    return randomise_noise(pmlip.perturb(net, sites=net.sites()))
+    return randomise_noise(pmlip.perturb(net, sites=net.sites(), noise_dim=32))
 
 
 def sample(model, x, v, q, e):
@@ -43,7 +43,7 @@ def noise(samples, graphs, seed=1):
 def test_parameters_are_those_of_the_paper():
     net = EGNN()
     assert sum(p.numel() for p in net.parameters()) == 134_020
-    model = pmlip.perturb(net, sites=net.sites())
+    model = pmlip.perturb(net, sites=net.sites(), noise_dim=32)
     assert sum(p.numel() for p in model.parameters()) == 151_428
     assert len(model.sites) == 8
 
