@@ -44,6 +44,7 @@ def test_finetune_says_what_it_found_and_leaves_a_model(finetuned):
     said = " ".join(text.split())
     assert f"{COUNT} structures of 6 to 24 atoms (Si, O); labels: energy ('energy', {COUNT} of {COUNT})" in said
     assert "held out for validation: 2 of them" in said
+    assert "2 validation structures with forces are too few to scale the spread to" in said
     assert {file.name for file in out.iterdir()} == {"model.pt", "last.pt", "log.jsonl", "summary.json", "tensorboard"}
     summary = json.loads((out / "summary.json").read_text())
     assert summary["train"]["structures"] == 6
@@ -52,6 +53,26 @@ def test_finetune_says_what_it_found_and_leaves_a_model(finetuned):
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     assert "valid" in lines[-1]
+
+
+def test_the_spread_is_scaled_to_the_validation_structures(tmp_path):
+    write(tmp_path / "valid.extxyz", read(SILICA, index=":4"))
+    given = ["finetune", SILICA, "--valid", tmp_path / "valid.extxyz", *SHORT]
+    scaled, as_trained = (
+        invoke(*given, "--out", tmp_path / "a"),
+        invoke(*given, "--no-calibrate", "--out", tmp_path / "b"),
+    )
+    assert scaled.exit_code == as_trained.exit_code == 0, scaled.output + as_trained.output
+    calibration = json.loads((tmp_path / "a" / "summary.json").read_text())["calibration"]
+    assert calibration["data"] == "valid.extxyz"
+    assert calibration["crps"][1] <= calibration["crps"][0]
+    assert "calibration" not in json.loads((tmp_path / "b" / "summary.json").read_text())
+    after, before = (pmlip.load(tmp_path / name / "model.pt").noise.mixing for name in ("a", "b"))
+    torch.testing.assert_close(after, calibration["factor"] * before)
+    # a run that was stopped while it calibrated, or is asked for again, ends with the same model
+    (tmp_path / "a" / "model.pt").unlink()
+    assert invoke(*given, "--out", tmp_path / "a").exit_code == 0
+    assert torch.equal(pmlip.load(tmp_path / "a" / "model.pt").noise.mixing, after)
 
 
 def test_finished_runs_are_not_run_again(finetuned):

@@ -80,12 +80,14 @@ def calibrate(
     samples: int = 32,
     seed: int = 0,
     level: float = LEVEL,
+    chunk_atoms: int | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
     """Scale the spread of a model in place, by the factor with the smallest CRPS of the forces of these structures.
 
     The factor acts on the noise (or on the width of a Gaussian), so that samples stay potentials, with one factor for
     energies, forces and stress. Since the response to noise is not quite linear, it is fitted again after each change.
+    chunk_atoms: as in `Method.sample`.
     """
     listed = as_structures(valid)
     model.check_spread()
@@ -96,7 +98,7 @@ def calibrate(
     factor = 1.0
     scored: list[tuple[float, float]] = []
     for round_of in range(ROUNDS):
-        drawn = model.sample(listed, samples=model.fixed_samples or samples, seed=seed)
+        drawn = model.sample(listed, samples=model.fixed_samples or samples, seed=seed, chunk_atoms=chunk_atoms)
         forces, mean, spread = drawn.forces.double(), drawn.mean.forces.double(), drawn.spread.forces.double()
         scored.append(
             (

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from pmlip.samples import join
 
+FIXED_ATOMS = 512  # in a pass, where a run must give the very same numbers each time: how work is cut shows in rounding
+
 
 @dataclass
 class ChunkSize:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from pmlip import datasets
 from pmlip.backbones import load_backbone
+from pmlip.calibration import calibrate
 from pmlip.config import FinetuneConfig
 from pmlip.evaluation import as_record, compare, evaluate
 from pmlip.files import atomic_write
@@ -45,16 +46,19 @@ def run(out: Path, *, steps: int, seed: int, console: Console) -> dict[str, Any]
     config = FinetuneConfig(steps=steps, seed=seed)
     passes = STEP_COST * steps * config.batch * config.samples
     passes += config.validations * len(valid) * config.validation_samples
-    work = [passes, *(TEST_SAMPLES * len(structures) for structures in tests.values())]
+    calibrating = 2 * TEST_SAMPLES * len(valid)  # in two rounds, as a rule
+    work = [passes + calibrating, *(TEST_SAMPLES * len(structures) for structures in tests.values())]
     with _bar(console) as bar:
         task = bar.add_task("fine-tuning", total=sum(work))
 
         def trained(step: int, steps: int, latest: Mapping[str, float]) -> None:
             crps = f", CRPS of forces {1e3 * latest['train_forces']:.0f} meV/Å" if latest else ""
-            bar.update(task, completed=work[0] * step / steps, description=f"fine-tuning{crps}")
+            bar.update(task, completed=passes * step / steps, description=f"fine-tuning{crps}")
 
         with resumable(console):
             finetune(model, train, valid=valid, config=config, folder=out / "run", progress=trained)
+        bar.update(task, description="scaling the spread to validation data")
+        scaled = calibrate(model, valid, samples=TEST_SAMPLES, seed=seed)
         judged = []
         for number, (name, structures) in enumerate(tests.items()):
             done = sum(work[: number + 1])
@@ -68,7 +72,8 @@ def run(out: Path, *, steps: int, seed: int, console: Console) -> dict[str, Any]
         bar.update(task, completed=sum(work), description="done")
     console.print(_table(judged))
     console.print(
-        f"Before fine-tuning the MAE was {1e3 * before:.0f} meV/Å on the structures of the first row.\n"
+        f"Before fine-tuning the MAE was {1e3 * before:.0f} meV/Å on the structures of the first row. After it, the "
+        f"spread was scaled by {scaled.factor:.2f}, which suits {scaled.structures} validation structures.\n"
         "CRPS: the error of the whole distribution; without a spread it would be the MAE. SSR: spread over root mean "
         "square error, right at this K; 1 is calibrated, below 1 over-confident. Spearman: how well the spread of an "
         "atom ranks its error; |F| alone: how well the size of its force does. AUROC: how often a structure of this "

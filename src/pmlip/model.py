@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from pmlip import checkpoint, methods, noise
 from pmlip.backbones.base import Backbone, Graph
+from pmlip.chunks import FIXED_ATOMS
 from pmlip.injection import Site, Sites, find_sites, inject, noisy_layers, vanish_with_input
 from pmlip.methods.base import Method, Progress
 from pmlip.samples import Samples
@@ -123,6 +124,7 @@ class Potential(Perturbed, Method):
 
     backbone: Backbone
     trains_on_samples = True
+    learns_spread = True
 
     def __init__(self, backbone: Backbone, sites: tuple[Site, ...], noise_dim: int) -> None:
         super().__init__(backbone, sites, noise_dim)
@@ -201,8 +203,8 @@ class Potential(Perturbed, Method):
         """The standard deviation of random noise weights with which the spread of forces is as large as the error."""
         tried, std = copy.deepcopy(self), 0.01
         tried.randomise(std)
-        spread = tried.sample(structures[:8], samples=8).spread.forces.double().square().mean().sqrt()
-        return std * error / max(float(spread), 1e-9)
+        drawn = tried.sample(structures[:8], samples=8, chunk_atoms=FIXED_ATOMS)
+        return std * error / max(float(drawn.spread.forces.double().square().mean().sqrt()), 1e-9)
 
     def sample(
         self,

@@ -15,6 +15,7 @@ from ase import Atoms
 from torch import Tensor, nn
 
 from pmlip import losses
+from pmlip.chunks import FIXED_ATOMS
 from pmlip.config import FinetuneConfig
 from pmlip.methods.base import Method
 from pmlip.processes import sum_gradients, summed
@@ -141,7 +142,7 @@ class _Run:
 
     def _prepare(self) -> tuple[dict[int, float], dict[str, float]]:
         """Fit and apply the energy offsets; measure the error of each label before fine-tuning."""
-        target, outputs = labels(self.train), self.model.predict(self.train)
+        target, outputs = labels(self.train), self.model.predict(self.train, chunk_atoms=FIXED_ATOMS)
         offsets: dict[int, float] = {}
         energy = outputs.energy.double()
         if self.config.offsets and bool(target.energy.isfinite().any()):
@@ -236,8 +237,7 @@ class _Run:
             return False
         some = self.train[:: math.ceil(len(self.train) / STRUCTURES_FOR_OFFSETS)]
         count = self.model.fixed_samples or self.config.validation_samples
-        # in passes of a fixed size: a resumed run must end with the very same numbers
-        energy = self.model.sample(some, samples=count, chunk_atoms=512).mean.energy.double()
+        energy = self.model.sample(some, samples=count, chunk_atoms=FIXED_ATOMS).mean.energy.double()
         moved = fit_offsets((labels(some).energy - energy).numpy(), some)
         self.model.backbone.shift_references(moved)
         self.offsets = {number: self.offsets.get(number, 0.0) + moved.get(number, 0.0) for number in self.offsets}

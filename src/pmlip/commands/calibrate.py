@@ -1,15 +1,17 @@
 """pmlip calibrate: the spread of a model scaled by one factor, fitted on structures it was not trained on."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ase import Atoms
 from rich.console import Console
 
 from pmlip import model
-from pmlip.calibration import calibrate
+from pmlip.calibration import LEVEL, calibrate
 from pmlip.commands.checks import check_new_file, check_structures, chosen_device, in_file
+from pmlip.methods.base import Method
 from pmlip.progress import counter, progress_bar
 from pmlip.reading import read_structures
 
@@ -34,18 +36,37 @@ def run(
     console.print(str(found))
     with in_file(data):
         check_structures(loaded.backbone, structures, range(len(structures)))
+    record = scale(loaded, structures, data=data.name, samples=samples, seed=seed, level=level, console=console)
+    loaded.save(out)
+    console.print(f"the scaled model is {out}")
+    return record
+
+
+def scale(
+    trained: Method,
+    structures: Sequence[Atoms],
+    *,
+    data: str,
+    samples: int = 32,
+    seed: int = 0,
+    level: float = LEVEL,
+    chunk_atoms: int | None = None,
+    console: Console,
+) -> dict[str, Any]:
+    """Calibrate a model in place on the structures that `data` names, say what that gave, and put it on its record."""
     with progress_bar(console) as bar:
         result = calibrate(
-            loaded,
+            trained,
             structures,
             samples=samples,
             seed=seed,
             level=level,
-            progress=counter(bar, "fitting"),
+            chunk_atoms=chunk_atoms,
+            progress=counter(bar, "calibrating"),
         )
-    record = {**asdict(result), "data": data.name, "samples": loaded.fixed_samples or samples, "seed": seed}
-    loaded.record["calibration"] = {name: list(x) if isinstance(x, tuple) else x for name, x in record.items()}
-    loaded.save(out)
+    record = {**asdict(result), "data": data, "samples": trained.fixed_samples or samples, "seed": seed}
+    record = {name: list(x) if isinstance(x, tuple) else x for name, x in record.items()}
+    trained.record["calibration"] = record
     (before, after), (ratio_before, ratio_after) = result.crps, result.ssr
     console.print(
         f"The spread was scaled by {result.factor:.2f}: SSR {ratio_before:.2f} -> {ratio_after:.2f}, CRPS of the "
@@ -59,5 +80,4 @@ def run(
             f"{result.conformal:.2f} sigma with at least {level:.0%} probability (conformal); sigma is the spread "
             "times sqrt(1 + 1/K)."
         )
-    console.print(f"the scaled model is {out}")
-    return dict(loaded.record["calibration"])
+    return record

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -11,19 +12,25 @@ from typing import Any
 
 import numpy as np
 import torch
+from ase import Atoms
 from lightning_fabric import Fabric
 from rich.console import Console
 
 from pmlip import methods
 from pmlip.backbones import load_backbone
+from pmlip.chunks import FIXED_ATOMS
+from pmlip.commands.calibrate import scale
 from pmlip.commands.checks import check_structures, chosen, chosen_device, in_file
 from pmlip.config import FinetuneConfig
 from pmlip.files import write_json
+from pmlip.methods.base import Method
 from pmlip.progress import progress_bar, resumable
 from pmlip.reading import read_structures
 from pmlip.record import environment
-from pmlip.structures import check_labels, fingerprint
+from pmlip.structures import check_labels, fingerprint, labels
 from pmlip.training import finetune, seconds_per_step
+
+FEWEST_FOR_CALIBRATION, MOST_FOR_CALIBRATION = 4, 64  # structures: below, one of them decides; above, it takes long
 
 
 def run(
@@ -32,6 +39,7 @@ def run(
     *,
     keys: Mapping[str, str | None],
     count: int | None,
+    scaled: bool,
     backbone: str,
     weights: Path | None,
     trust: bool,
@@ -73,6 +81,7 @@ def run(
             "valid": valid,
             **keys,
             "count": count,
+            "calibrate": scaled,
             "backbone": backbone,
             "weights": weights,
         }
@@ -116,6 +125,8 @@ def run(
         },
         **environment(),
     }
+    if scaled and trained.learns_spread:
+        _scale(trained, held_out, valid.name if valid else f"what was held out of {train.name}", console)
     trained.save(out / "model.pt")
     summary = {"backbone": backbone, "method": method, "options": dict(options), **trained.record}
     summary["fingerprints"] = [fingerprint([atoms])[:16] for atoms in (*structures, *held_out)]
@@ -142,9 +153,23 @@ def _fabric(device: str | None) -> Fabric:
     return fabric
 
 
+def _scale(trained: Method, held_out: Sequence[Atoms], data: str, console: Console) -> None:
+    """Scale the spread to the validation data, as far as they allow."""
+    usable = [atoms for atoms in held_out if bool(labels([atoms]).forces.isfinite().all())]
+    some = usable[:: math.ceil(len(usable) / MOST_FOR_CALIBRATION) or 1]
+    if len(some) < FEWEST_FOR_CALIBRATION:
+        console.print(
+            f"{len(some)} validation structures with forces are too few to scale the spread to: it is as trained; "
+            "`pmlip calibrate` scales it to others"
+        )
+        return
+    scale(trained, some, data=data, chunk_atoms=FIXED_ATOMS, console=console)
+
+
 def _split(available: int, count: int | None, seed: int, path: Path) -> tuple[list[int], list[int]]:
-    """Which to train on, and which to hold out: a tenth, at least 2. With `count`, so many are trained on."""
-    held = max(2, round(0.1 * (available if count is None else count)))
+    """Which to train on (`count`, if given), and which to hold out: a tenth, at least 4 of those of 16 or more."""
+    wanted = available if count is None else count
+    held = max(4 if wanted >= 16 else 2, round(0.1 * wanted))
     if available < 4 or (count is not None and count + held > available):
         raise ValueError(
             f"{path} holds {available} structures, too few to train on {available - held if count is None else count} "

@@ -105,6 +105,8 @@ class Method(nn.Module, ABC):
             "no function to hand out"
         )
 
+    learns_spread = False  # on the training data, where errors are not those elsewhere; it can be scaled afterwards
+
     def scale_spread(self, factor: float) -> None:
         """Make the spread larger or smaller by about this factor; the prediction without noise stays as it is."""
         raise ValueError(f"the spread of {type(self).__name__} cannot be scaled after training")
