@@ -86,7 +86,8 @@ def test_the_ensemble_of_a_seed_leaves_its_own_out_of_four():
     [
         (["--methods", "blibb"], "did you mean 'blip'?"),
         (["--data", "silica-pbe", "--unseen", "edi.npz"], "silica-pbe has test and unseen sets of its own"),
-        (["--methods", "p+published"], "unknown variant 'p+published'; allowed: p+paper, blip+published"),
+        (["--methods", "blip+pubished"], "unknown variant 'blip+pubished'; allowed: blip, blip+published"),
+        (["--test", "20"], "--test 20: there is a test set already, that of silica-pbe"),
         (
             ["--sizes", "32,161"],
             "161 structures in all were asked for, with those to validate and test on, but silica-pbe holds 160",

@@ -66,9 +66,11 @@ def run(
     """Run the cells that are not finished, then write the table and the figure of all that are, and give its rows."""
     check_installed()
     for name in names:
-        methods.check(name.partition("+")[0])
+        methods.check(method := name.partition("+")[0])
         if "+" in name and name not in VARIANTS:
-            raise ValueError(f"unknown variant {name!r}; allowed: {', '.join(VARIANTS)}{did_you_mean(name, VARIANTS)}")
+            own = [variant for variant in VARIANTS if variant.startswith(f"{method}+")]
+            allowed = ", ".join([method, *own])
+            raise ValueError(f"unknown variant {name!r}; allowed: {allowed}{did_you_mean(name, own)}")
     # before anything is computed: are there enough structures, do they carry labels, can the backbone be had?
     hashes = {}
     for size in sizes:

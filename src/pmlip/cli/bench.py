@@ -110,7 +110,9 @@ def silica(
     methods: Methods = "p,blip,ensemble,mc-dropout,constant,force-scaled,deterministic",
     sizes: Sizes = "32,128",
     seeds: Seeds = 4,
-    test: Annotated[int, typer.Option(min=3, help="Structures to test on, where the data has no such part.")] = 400,
+    test: Annotated[
+        int | None, typer.Option(min=3, help="Structures to test on, 400 by default, where the data has no such part.")
+    ] = None,
     samples: Annotated[int, typer.Option(min=2, help="Samples K at test.")] = 32,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of each fine-tuning; by default about 600.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Structures in a step.")] = FinetuneConfig.batch,
@@ -128,15 +130,18 @@ def silica(
     from pmlip.commands.checks import chosen_device
 
     with one_sentence():
+        data = benchmark.SHIPPED if data == "silica_pbe" else data  # its name in Python
+        if test is not None and (data == benchmark.SHIPPED or test_data):
+            raise ValueError(f"--test {test}: there is a test set already, {test_data or f'that of {data}'}")
         rows = benchmark.run(
             benchmark.SilicaSettings(
                 backbone=backbone,
-                data=benchmark.SHIPPED if data == "silica_pbe" else data,  # its name in Python
+                data=data,
                 test_data=test_data,
                 unseen=tuple(unseen or ()),
                 weights=str(weights) if weights else None,
                 trust=trust,
-                test=test,
+                test=benchmark.SilicaSettings.test if test is None else test,
                 test_samples=samples,
                 config=FinetuneConfig(steps=steps, batch=batch, chunk=chunk),
             ),
