@@ -31,4 +31,5 @@ def randomise_noise(model, *, scale=0.3, seed=0):
             parameter.copy_(scale * draw / parameter.shape[1] ** 0.5)
     if isinstance(model, Potential):
         torch.nn.init.normal_(model.energy_zero, std=0.01, generator=generator)  # eV per atom
+        torch.nn.init.normal_(model.energy_curvature, std=0.01, generator=generator)
     return model

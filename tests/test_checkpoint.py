@@ -94,7 +94,7 @@ def test_precision_is_kept(tmp_path):
 
 def test_a_newer_format_is_refused(file):
     change(file, version=checkpoint.FORMAT_VERSION + 1, versions={"pmlip": "9.0"})
-    with pytest.raises(pmlip.CheckpointError, match=r"written by pmlip 9.0; this one reads up to format 2"):
+    with pytest.raises(pmlip.CheckpointError, match=r"written by pmlip 9.0; this one reads up to format 3"):
         pmlip.load(file, backbone=network())
 
 

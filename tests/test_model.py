@@ -88,15 +88,23 @@ def test_bad_input_is_refused(model, call, message):
         call(model)
 
 
-def test_samples_agree_about_the_zero_of_energies_once_it_is_fitted():
-    """What is common to all structures and linear in z goes; forces, and the prediction without noise, stay."""
-    potential = randomise_noise(pmlip.perturb(tiny_backbone(), noise_dim=4), scale=0.05)
+@pytest.mark.parametrize(("scale", "share"), [(0.05, 0.1), (0.5, 0.5)])
+def test_samples_agree_about_the_zero_of_energies_once_it_is_fitted(scale, share):
+    """What is common to all structures and linear or quadratic in z goes; forces, and the prediction at z = 0, stay."""
+    potential = randomise_noise(pmlip.perturb(tiny_backbone(), noise_dim=4), scale=scale)
     structures = [molecule(name) for name in ("H2O", "CH4", "NH3", "C2H6")]
-    before, point = potential.sample(structures, samples=32), potential.predict(structures)
+    before, point = potential.sample(structures, samples=64), potential.predict(structures)
+
+    def common(drawn):
+        """How far the samples are from z = 0 in what their energies have in common, root mean square."""
+        return ((drawn.energy - point.energy) / drawn.atoms_per_system).mean(1).square().mean().sqrt()
+
+    potential.fit_energy_zero(structures, curved=False)
+    straight = potential.sample(structures, samples=64)
     potential.fit_energy_zero(structures)
-    after = potential.sample(structures, samples=32)
-    common = [(drawn.energy / drawn.atoms_per_system).mean(1).std() for drawn in (before, after)]
-    assert common[1] < 0.2 * common[0]
+    after = potential.sample(structures, samples=64)
+    assert common(after) < share * common(straight)
+    assert common(straight) < common(before)
     torch.testing.assert_close(after.forces, before.forces)
     torch.testing.assert_close(potential.predict(structures).energy, point.energy)
     folded = potential.fold(sample=5)

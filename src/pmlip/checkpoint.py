@@ -16,7 +16,7 @@ from pmlip import runstate
 from pmlip.backbones import Backbone, load_backbone, weights_hash
 from pmlip.files import atomic_write
 
-FORMAT_VERSION = 2  # 2: potentials have an energy_zero
+FORMAT_VERSION = 3  # 2: potentials have an energy_zero, 3: and an energy_curvature
 
 
 class CheckpointError(ValueError):

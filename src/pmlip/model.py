@@ -1,7 +1,7 @@
 """Perturbed models: a module or a potential whose samples are functions."""
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, overload
@@ -116,21 +116,26 @@ class Perturbed(nn.Module):
         )
 
 
-PAIRS_FOR_ZERO = 16  # of draws, from which the zero of the energies is fitted
+# how the zero of the energies is fitted
+PAIRS_FOR_SLOPE = 16  # of draws
+CURVED_DIRECTIONS = 16  # of z; eight would do for CHGNet
+SEED_OF_FIT = 2**32 - 1  # that nobody else asks for: a resumed run must end with the very same numbers
 
 
 class Potential(Perturbed, Method):
     """A perturbed interatomic potential. Sample k is the same potential for all structures it is asked about."""
 
     backbone: Backbone
+    energy_curvature: Tensor
     trains_on_samples = True
     learns_spread = True
 
     def __init__(self, backbone: Backbone, sites: tuple[Site, ...], noise_dim: int) -> None:
         super().__init__(backbone, sites, noise_dim)
-        # The zero of a sample's energies, in eV per atom and unit of z. Noise that moves forces moves all energies
-        # together much more than it moves them apart, and about their zero the data leave no doubt.
+        # The zero of a sample's energies, in eV per atom: its slope in z, and its curvature. Noise that moves forces
+        # moves all energies together much more than it moves them apart, and about their zero the data leave no doubt.
         self.energy_zero = nn.Parameter(torch.zeros_like(self.noise.mixing[0]))
+        self.register_buffer("energy_curvature", torch.zeros_like(self.noise.mixing.detach()))
 
     def forward(self, graph: Graph, noise: Tensor | None = None) -> dict[str, Tensor]:  # type: ignore[override]  # not any arguments
         """Outputs with the sample axis first, for noise (sample, noise) or (sample, system, noise); None: z = 0."""
@@ -152,7 +157,7 @@ class Potential(Perturbed, Method):
     def _zero(self, noise: Tensor) -> Tensor:
         """The zero of the energies for draws e (..., noise), in eV per atom."""
         z = functional.linear(noise.to(self.noise.mixing), self.noise.mixing)
-        return (z @ self.energy_zero).double()
+        return (z @ self.energy_zero + 0.5 * (z @ self.energy_curvature * z).sum(-1)).double()
 
     def draw_for_training(self, samples: int, systems: int, generator: torch.Generator) -> Tensor:
         """An independent e for every sample of every system, (sample, system, noise)."""
@@ -164,24 +169,50 @@ class Potential(Perturbed, Method):
     def energy_parameters(self) -> list[nn.Parameter]:
         return [self.energy_zero]
 
-    def fit_energy_zero(self, structures: Sequence[Atoms]) -> None:
-        """Take out of the samples' energies what is linear in z and common to these structures.
+    def fit_energy_zero(self, structures: Sequence[Atoms], *, curved: bool = True) -> None:
+        """Take out of the samples' energies what is common to these structures and linear (or quadratic) in z.
 
-        The best line through a function of normal draws has the mean of its gradient as slope (Stein's lemma), and a
-        gradient costs no more than a training step. In pairs e and -e what is quadratic cancels from it.
+        The best parabola through a function of normal draws has the mean of its gradient as slope and the mean of its
+        second derivatives as curvature (Stein's lemma), and a gradient costs no more than a training step.
         """
         graph = self.backbone.graph(structures)
         atoms = torch.bincount(graph.rows["node"], minlength=graph.systems)
-        slopes = []
-        # of a seed that nobody else asks for: a resumed run must end with the very same numbers
-        for pair in self.draw(2 * PAIRS_FOR_ZERO, seed=2**32 - 1, kind="antithetic").split(2):
-            e = pair.to(self.noise.mixing).requires_grad_()
+
+        def gradient(e: Tensor) -> Tensor:
+            e = e.to(self.noise.mixing).requires_grad_()
             with torch.enable_grad():
                 common = (self(graph, e)["energy"] / atoms).mean(1).sum()
-            slopes.append(torch.autograd.grad(common, e)[0].double().mean(0))
+            return torch.autograd.grad(common, e)[0].double()
+
+        # in pairs e and -e what is even cancels from the slope
+        pairs = self.draw(2 * PAIRS_FOR_SLOPE, seed=SEED_OF_FIT, kind="antithetic").split(2)
+        slope = torch.cat([gradient(pair) for pair in pairs]).mean(0)
+        curvature = self._curvature(gradient).to(slope) if curved else None
         with torch.no_grad():
-            slope = torch.linalg.solve(self.noise.mixing.double().T, torch.stack(slopes).mean(0))
-            self.energy_zero.sub_(slope.to(self.energy_zero))
+            to_z = torch.linalg.inv(self.noise.mixing.double())
+            self.energy_zero.sub_((slope @ to_z).to(self.energy_zero))
+            if curvature is not None:
+                self.energy_curvature.sub_((to_z.T @ curvature @ to_z).to(self.energy_curvature))
+
+    def _curvature(self, gradient: Callable[[Tensor], Tensor]) -> Tensor:
+        """The mean of the second derivatives, (noise, noise), in the few directions in which they are large."""
+        count = min(CURVED_DIRECTIONS, self.noise.dim)
+
+        def applied(directions: Tensor, seed: int) -> Tensor:
+            """The mean of the second derivatives times each direction, (direction, noise)."""
+            products = []
+            for direction, draw in zip(directions, self.draw(count, seed=seed), strict=True):
+                # along the direction at 1 and -1, which have the moments of a normal variable; across it a draw of
+                # both signs, so that what is odd cancels
+                across = draw - (draw @ direction) * direction
+                both = torch.stack([across, -across])
+                products.append((gradient(both + direction) - gradient(both - direction)).mean(0) / 2)
+            return torch.stack(products).cpu()
+
+        anywhere = functional.normalize(self.draw(count, seed=SEED_OF_FIT, kind="orthogonal"))
+        large = torch.linalg.qr(applied(anywhere, SEED_OF_FIT - 1).T).Q.T
+        inner = applied(large, SEED_OF_FIT - 2) @ large.T
+        return large.T @ ((inner + inner.T) / 2) @ large
 
     def rate_for_new(self, structures: Sequence[Atoms], error: float) -> float:
         """0.4 % of the random noise weights with which the spread would be as large as the error.
@@ -197,6 +228,7 @@ class Potential(Perturbed, Method):
 
     def start_at_random(self, share: float, structures: Sequence[Atoms], error: float, *, seed: int) -> None:
         """Training then takes the spread away where there are data, and leaves it elsewhere."""
+        self.energy_curvature.zero_()  # of what was there before
         self.randomise(share * self._weights_for(error, structures), seed=seed)
 
     def _weights_for(self, error: float, structures: Sequence[Atoms]) -> float:
@@ -299,6 +331,7 @@ def load(
     state = dict(content.state)
     if isinstance(model, Potential):
         state.setdefault("energy_zero", torch.zeros(model.noise.dim))  # format 1 had none
+        state.setdefault("energy_curvature", torch.zeros(model.noise.dim, model.noise.dim))  # since format 3
     try:
         model.load_state_dict(state)
     except RuntimeError as error:

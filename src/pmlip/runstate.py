@@ -13,7 +13,7 @@ import torch
 from pmlip.files import atomic_write
 
 FORMAT = "pmlip-run"
-VERSION = 2  # 2: potentials have an energy_zero
+VERSION = 3  # as the format of checkpoints
 
 
 def write_state(file: Path, state: Mapping[str, Any]) -> None:

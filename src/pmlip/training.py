@@ -133,7 +133,7 @@ class _Run:
             self.noise_rate = float(f"{config.noise_rate or self.model.rate_for_new(train, error):.2g}")  # as printed
             if start := self.model.usual_start if config.start is None else config.start:
                 self.model.start_at_random(start, train, error, seed=config.seed)
-                self._fit_energy_zero()
+                self._fit_energy_zero(curved=False)  # what training makes of the curvature, steps do not follow
         self.parameters, groups = self._groups()
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, config.second_moment), weight_decay=0.0)
         self.averaged = [parameter.detach().clone() for parameter in self.parameters]
@@ -220,15 +220,15 @@ class _Run:
         self._save()
         self.model.load_state_dict(self.best_state or self._averaged_state())
         validation = {name: value for name, value in self._best_line.items() if name.startswith("valid")}
-        if (self._fit_energy_zero() | self._fit_offsets_again()) and self.valid:
+        if (self._fit_energy_zero(curved=True) | self._fit_offsets_again()) and self.valid:
             validation = self._scores()
         return Finetuned(self.step, validation, self.offsets, self.scales, self.noise_rate, self.log, self.spent)
 
-    def _fit_energy_zero(self) -> bool:
+    def _fit_energy_zero(self, *, curved: bool) -> bool:
         """Whether there was one to be fitted."""
         fitted = "energy" in self.scales and bool(self.model.energy_parameters())
         if fitted:
-            self.model.fit_energy_zero(self.train[:STRUCTURES_FOR_ZERO])
+            self.model.fit_energy_zero(self.train[:STRUCTURES_FOR_ZERO], curved=curved)
         return fitted
 
     def _fit_offsets_again(self) -> bool:

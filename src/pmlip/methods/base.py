@@ -82,8 +82,8 @@ class Method(nn.Module, ABC):
         """More new parameters, in eV per atom: they move the zero of a sample's energies."""
         return []
 
-    def fit_energy_zero(self, structures: Sequence[Atoms]) -> None:
-        """After training: let samples agree about the zero of the energies, as far as that can be had without more."""
+    def fit_energy_zero(self, structures: Sequence[Atoms], *, curved: bool = True) -> None:
+        """Let samples agree about the zero of the energies; curved: where no training follows, as well as can be."""
 
     def parts(self) -> Sequence["Method"]:
         """What is trained one after the other, each with a seed of its own."""
