@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 from ase import Atoms
+from ase.build import bulk
 from ase.calculators.singlepoint import SinglePointCalculator
 
 import pmlip
 from conftest import randomise_noise
-from pmlip import methods
+from pmlip import methods, training
 from pmlip.config import FinetuneConfig
 from pmlip.structures import fingerprint, labels
 from pmlip.training import finetune
@@ -344,20 +345,35 @@ def test_noise_starts_at_random_unless_there_is_some_already_or_it_should_start_
     assert_same(before, noise_weights(trained), rtol=0, atol=1e-6)
 
 
+def test_the_response_to_noise_is_that_of_structures_without_symmetry():
+    """In a perfect crystal no force can have a spread, and a rate by that would be without bounds."""
+    pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
+    potential = pmlip.perturb(pmlip.load_backbone("chgnet"))
+    crystals = [bulk("NaCl", "rocksalt", a=a) for a in np.linspace(5.4, 5.8, 8)]
+    rattled = [atoms.copy() for atoms in crystals]
+    for number, atoms in enumerate(rattled):
+        atoms.rattle(0.1, seed=number)
+    assert potential.rate_for_new(crystals, 0.05) == pytest.approx(potential.rate_for_new(rattled, 0.05), rel=0.7)
+
+
+def test_validation_structures_must_carry_labels():
+    data = molecules()
+    with pytest.raises(ValueError, match=r"carry none of energy, forces, stress; Atoms.copy\(\) leaves labels behind"):
+        finetune(model(), data[:8], valid=[atoms.copy() for atoms in data[8:]], config=CONFIG)
+
+
 def noise_weights(model):
     return {name: value for name, value in state(model).items() if name.endswith("noise_weight")}
 
 
 @pytest.mark.parametrize("offsets", [True, False])
 def test_energies_are_right_on_average_after_training(offsets):
-    """The energy per element is fitted again in the end, since the steps move all energies together."""
+    """A constant per atom is fitted again in the end, since the steps move all energies together."""
     data, trained = molecules(), model()
     done = finetune(trained, data, config=replace(CONFIG, offsets=offsets))
-    mean = trained.sample(data, samples=CONFIG.validation_samples).mean.energy
-    counts = np.array([[np.count_nonzero(atoms.numbers == number) for number in (8, 14)] for atoms in data])
-    error = (labels(data).energy - mean).numpy() / counts.sum(1)
-    slope, *_ = np.linalg.lstsq(counts / counts.sum(1, keepdims=True), error, rcond=None)
-    assert (np.abs(slope) < 1e-4).all() == offsets
+    drawn = trained.sample(data, samples=training.SAMPLES_FOR_OFFSETS, seed=training.SEED_OF_FIT)
+    error = ((labels(data).energy - drawn.mean.energy) / drawn.atoms_per_system).mean()
+    assert (abs(error) < 1e-4) == offsets
     assert sorted(done.offsets) == ([8, 14] if offsets else [])
 
 

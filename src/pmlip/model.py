@@ -1,6 +1,7 @@
 """Perturbed models: a module or a potential whose samples are functions."""
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from pmlip.backbones.base import Backbone, Graph
 from pmlip.chunks import FIXED_ATOMS
 from pmlip.injection import Site, Sites, find_sites, inject, noisy_layers, vanish_with_input
 from pmlip.methods.base import Method, Progress
+from pmlip.noise import SEED_OF_FIT
 from pmlip.samples import Samples
 
 
@@ -119,7 +121,7 @@ class Perturbed(nn.Module):
 # how the zero of the energies is fitted
 PAIRS_FOR_SLOPE = 16  # of draws
 CURVED_DIRECTIONS = 16  # of z; eight would do for CHGNet
-SEED_OF_FIT = 2**32 - 1  # that nobody else asks for: a resumed run must end with the very same numbers
+SMALL = 64  # atoms times samples in one pass
 
 
 class Potential(Perturbed, Method):
@@ -175,14 +177,20 @@ class Potential(Perturbed, Method):
         The best parabola through a function of normal draws has the mean of its gradient as slope and the mean of its
         second derivatives as curvature (Stein's lemma), and a gradient costs no more than a training step.
         """
-        graph = self.backbone.graph(structures)
-        atoms = torch.bincount(graph.rows["node"], minlength=graph.systems)
+        graphs = [(self.backbone.graph([atoms]), len(atoms)) for atoms in structures]
 
         def gradient(e: Tensor) -> Tensor:
-            e = e.to(self.noise.mixing).requires_grad_()
-            with torch.enable_grad():
-                common = (self(graph, e)["energy"] / atoms).mean(1).sum()
-            return torch.autograd.grad(common, e)[0].double()
+            """That of the mean energy per atom, (sample, noise); in small passes, for it must not need more memory
+            than a training step."""
+            e = e.to(self.noise.mixing)
+            sums = torch.zeros_like(e)
+            for graph, atoms in graphs:
+                for own, total in zip(*(x.split(max(1, SMALL // atoms)) for x in (e, sums)), strict=True):
+                    leaf = own.clone().requires_grad_()
+                    with torch.enable_grad():
+                        energy = self(graph, leaf)["energy"].sum() / atoms
+                    total += torch.autograd.grad(energy, leaf)[0]
+            return sums.double() / len(graphs)
 
         # in pairs e and -e what is even cancels from the slope
         pairs = self.draw(2 * PAIRS_FOR_SLOPE, seed=SEED_OF_FIT, kind="antithetic").split(2)
@@ -235,7 +243,10 @@ class Potential(Perturbed, Method):
         """The standard deviation of random noise weights with which the spread of forces is as large as the error."""
         tried, std = copy.deepcopy(self), 0.01
         tried.randomise(std)
-        drawn = tried.sample(structures[:8], samples=8, chunk_atoms=FIXED_ATOMS)
+        some = [atoms.copy() for atoms in structures[:: math.ceil(len(structures) / 8)]]
+        for atoms in some:  # where symmetry fixes the forces there would be no spread at all
+            atoms.rattle(0.05, seed=0)
+        drawn = tried.sample(some, samples=8, chunk_atoms=FIXED_ATOMS)
         return std * error / max(float(drawn.spread.forces.double().square().mean().sqrt()), 1e-9)
 
     def sample(

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+SEED_OF_FIT = 2**32 - 1  # of what is fitted to samples after training: nobody asks for the same ones afterwards
+
 
 def draw(samples: int, dim: int, *, seed: int = 0, kind: str = "plain") -> Tensor:
     """Standard normal draws e, shape (sample, dim), in double precision on the CPU.

@@ -18,6 +18,7 @@ from pmlip import losses
 from pmlip.chunks import FIXED_ATOMS
 from pmlip.config import FinetuneConfig
 from pmlip.methods.base import Method
+from pmlip.noise import SEED_OF_FIT
 from pmlip.processes import sum_gradients, summed
 from pmlip.references import fit_offsets
 from pmlip.rotation import random_rotation, rotated
@@ -30,7 +31,7 @@ if TYPE_CHECKING:  # it takes seconds to import
 DEFAULT_ERROR = 0.05  # eV/Å, of forces that are not learned from
 ZERO_SHARE = 0.01  # of the error of the energies before: what the zero of a sample's energies may move in a step
 STRUCTURES_FOR_ZERO = 2  # what all have in common, a few show
-STRUCTURES_FOR_OFFSETS = 64
+STRUCTURES_FOR_OFFSETS, SAMPLES_FOR_OFFSETS = 64, 32
 SAVE_EVERY = 60.0  # seconds between two saves of the state of a run
 
 
@@ -68,6 +69,8 @@ def finetune(
     config = config or FinetuneConfig()
     listed, held_out = as_structures(train), as_structures(valid) if valid else []
     check_labels(listed, config.learned, missing=config.missing)
+    if held_out:
+        _check_validation(held_out, config)
     if model.trains_on_samples and config.samples < 2:
         raise ValueError(f"a spread is learned from at least 2 samples, got samples={config.samples}")
     if model.needs_validation and not held_out:
@@ -75,7 +78,8 @@ def finetune(
     if fabric is None:
         from lightning_fabric import Fabric
 
-        fabric = Fabric(accelerator=next(model.parameters()).device.type, devices=1)
+        device = next(model.parameters()).device
+        fabric = Fabric(accelerator=device.type, devices=1 if device.index is None else [device.index])
     runs: list[Finetuned] = []
     parts = model.parts()
     for number, part in enumerate(parts):
@@ -89,6 +93,15 @@ def finetune(
         runs.append(_Run(part, listed, held_out, own, place, fabric).to_the_end(show))
     model.finish(held_out)
     return runs[0] if len(runs) == 1 else replace(runs[0], seconds=sum(run.seconds for run in runs))
+
+
+def _check_validation(held_out: Sequence[Atoms], config: FinetuneConfig) -> None:
+    found = labels(held_out)
+    if not any(bool(found[name].isfinite().any()) for name in config.learned):
+        raise ValueError(
+            f"the validation structures carry none of {', '.join(config.learned)}; Atoms.copy() leaves labels behind"
+        )
+    check_labels(held_out, config.learned, missing=config.missing)
 
 
 def seconds_per_step(model: Method, train: Sequence[Atoms], config: FinetuneConfig, fabric: "Fabric") -> float:
@@ -235,12 +248,14 @@ class _Run:
         """The steps move all energies together by more than they differ from the labels. Whether there were any."""
         if not (self.config.offsets and "energy" in self.scales):
             return False
-        some = self.train[:: math.ceil(len(self.train) / STRUCTURES_FOR_OFFSETS)]
-        count = self.model.fixed_samples or self.config.validation_samples
-        energy = self.model.sample(some, samples=count, chunk_atoms=FIXED_ATOMS).mean.energy.double()
-        moved = fit_offsets((labels(some).energy - energy).numpy(), some)
-        self.model.backbone.shift_references(moved)
-        self.offsets = {number: self.offsets.get(number, 0.0) + moved.get(number, 0.0) for number in self.offsets}
+        labelled = [atoms for atoms in self.train if bool(labels([atoms]).energy.isfinite())]
+        some = labelled[:: math.ceil(len(labelled) / STRUCTURES_FOR_OFFSETS)]
+        count = self.model.fixed_samples or SAMPLES_FOR_OFFSETS
+        drawn = self.model.sample(some, samples=count, seed=SEED_OF_FIT, chunk_atoms=FIXED_ATOMS)
+        # one number for all elements: of a rare one these structures tell too little
+        moved = float(((labels(some).energy - drawn.mean.energy.double()) / drawn.atoms_per_system).mean())
+        self.model.backbone.shift_references(dict.fromkeys(self.offsets, moved))
+        self.offsets = {number: offset + moved for number, offset in self.offsets.items()}
         return True
 
     @property
