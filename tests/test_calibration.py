@@ -8,6 +8,8 @@ import pmlip
 from conftest import randomise_noise
 from pmlip import methods
 from pmlip.calibration import best_factor, calibrate, conformal_factor
+from pmlip.config import FinetuneConfig
+from pmlip.training import finetune
 from tiny import tiny_backbone
 
 
@@ -77,6 +79,34 @@ def test_calibration_finds_the_noise_that_made_the_labels(factor, tmp_path):
     torch.testing.assert_close(again.sample(structures[0], samples=3).forces, expected)
     atoms = structures[0].copy()
     np.testing.assert_allclose(model.member(2).calculator().get_forces(atoms), expected[2], atol=1e-9)
+
+
+def test_the_record_of_a_calibration_goes_when_the_spread_changes():
+    model = randomise_noise(pmlip.perturb(tiny_backbone()), scale=0.1)
+    structures = labelled_by_its_own_samples(model, 25)
+    found = calibrate(model, structures, level=0.9)
+    assert model.conformal == found.conformal > 0
+    model.scale_spread(2.0)
+    assert model.conformal is None
+    calibrate(model, structures, level=0.9)
+    finetune(model, structures[:4], config=FinetuneConfig(epochs=1, samples=2, offsets=False))
+    assert model.conformal is None
+
+
+@pytest.mark.parametrize("name", ["p", "p-ensemble"])
+def test_the_mean_of_the_energies_stays_where_it_was(name):
+    """The response of energies to noise is curved, so that a smaller noise would move them all."""
+    model = methods.make(name, tiny_backbone())
+    for number, part in enumerate(model.parts()):
+        randomise_noise(part, scale=0.3, seed=number)
+    structures = labelled_by_its_own_samples(model, 20)
+    model.scale_spread(2.0)
+    before = model.sample(structures, samples=16).mean
+    found = calibrate(model, structures)
+    after = model.sample(structures, samples=16).mean
+    assert found.factor < 0.9
+    moved = ((after.energy - before.energy) / before.atoms_per_system).mean()
+    assert abs(float(moved)) < 1e-6
 
 
 def test_what_cannot_be_calibrated_is_refused():

@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +11,7 @@ import pmlip
 from pmlip import methods
 from pmlip.config import FinetuneConfig
 from pmlip.methods.deterministic import Deterministic
+from pmlip.methods.gaussian import best_width
 from pmlip.methods.p_ensemble import PEnsemble
 from pmlip.structures import labels
 from pmlip.training import finetune
@@ -37,7 +39,7 @@ class TestEveryMethod:
     @pytest.fixture
     def method(self, trained, name):
         if name not in trained:
-            trained[name] = train(name)
+            trained[name] = train(name, **({"share": 0.1} if name == "mc-dropout" else {}))  # of so few units
         return trained[name]
 
     def test_training_makes_it_better(self, method, name):
@@ -184,6 +186,14 @@ def test_blip_starts_nearly_deterministic_and_is_held_to_its_prior():
     assert spreads[1] > 1.2 * spreads[0]
     with pytest.raises(ValueError, match="must not be negative, got beta=-1"):
         methods.make("blip", backbone, beta=-1.0)
+
+
+def test_one_unit_near_zero_does_not_decide_the_width():
+    random = np.random.default_rng(0)
+    units = random.uniform(0.5, 2, 1500)
+    errors = 0.1 * units * random.normal(size=1500)
+    assert best_width(errors, units) == pytest.approx(0.1, rel=0.05)
+    assert best_width(np.append(errors, 1e-4), np.append(units, 1e-8)) == pytest.approx(0.1, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["constant", "force-scaled"])

@@ -83,6 +83,29 @@ def test_references_that_are_there_already_stay(model, tmp_path):
     assert read(tmp_path / "second.extxyz").info["REF_energy"] == -1.5
 
 
+def test_what_another_model_predicted_does_not_stay_and_is_no_reference(model, tmp_path):
+    write(tmp_path / "in.extxyz", water(1))
+    model.record["calibration"] = {"conformal": 2.0}
+    predict_file(model, tmp_path / "in.extxyz", tmp_path / "first.extxyz", samples=4)
+    assert "forces_interval" in read(tmp_path / "first.extxyz").arrays
+    del model.record["calibration"]
+    predict_file(model, tmp_path / "first.extxyz", tmp_path / "second.extxyz", samples=4)
+    second = read(tmp_path / "second.extxyz")
+    assert "forces_interval" not in second.arrays
+    assert "REF_energy" not in second.info
+
+
+def test_other_results_of_the_source_stay_too(model, tmp_path):
+    (atoms,) = water(1)
+    atoms.calc = SinglePointCalculator(atoms, free_energy=-2.0, magmoms=np.arange(3.0), dipole=np.ones(3))
+    write(tmp_path / "in.traj", atoms)
+    predict_file(model, tmp_path / "in.traj", tmp_path / "out.extxyz", samples=4)
+    found = read(tmp_path / "out.extxyz")
+    assert found.info["REF_free_energy"] == -2.0
+    np.testing.assert_array_equal(found.info["REF_dipole"], np.ones(3))
+    np.testing.assert_array_equal(found.arrays["REF_magmoms"], np.arange(3.0))
+
+
 def test_what_failed_at_the_start_leaves_nothing_behind(model, tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no file"):
         predict_file(model, tmp_path / "misspelt.extxyz", tmp_path / "out.extxyz", samples=4)

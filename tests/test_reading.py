@@ -138,6 +138,18 @@ def test_a_virial_becomes_a_stress(tmp_path):
         np.testing.assert_allclose(read[0].get_stress(), expected)
 
 
+def test_a_second_name_for_the_same_label_is_not_overlooked(tmp_path):
+    """A file put together from two: without a word, the labels of one of them would be lost."""
+    first, second = structures(2)
+    mixed = [renamed(first, {"energy": "REF_energy", "forces": "REF_forces"}), second]
+    write(tmp_path / "data.extxyz", mixed)
+    with pytest.raises(ValueError, match=r"structure 1 \(ClNa\): its energy is called 'energy', that of others 'REF_e"):
+        read_structures(tmp_path / "data.extxyz")
+    read, found = read_structures(tmp_path / "data.extxyz", energy_key="energy", forces_key="forces")
+    assert found.labels["energy"] == ("energy", 1)
+    assert len(read) == 2
+
+
 def bad(problem):
     atoms = structures(1)[0]
     good = structures(1)[0]

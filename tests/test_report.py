@@ -121,6 +121,18 @@ def test_what_has_no_spread_has_no_report(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_forces_that_symmetry_fixes_are_left_out(model, tmp_path):
+    """One atom in a cell, as in an equation of state: no force, no error, no spread but rounding."""
+    crystals = [Atoms("Cu", cell=[a, a, a], pbc=True) for a in (2.4, 2.5, 2.6)]
+    for atoms in crystals:
+        atoms.calc = SinglePointCalculator(atoms, energy=-3.0, forces=np.zeros((1, 3)))
+    fixed, moving = judged(model, crystals, "eos.extxyz"), judged(model, structures(model, count=4))
+    with pytest.raises(ValueError, match=r"symmetry fixes all forces of eos.extxyz"):
+        write_report(tmp_path / "report.html", [fixed])
+    write_report(tmp_path / "report.html", [moving], [fixed])
+    assert "On eos.extxyz symmetry fixes all forces" in (tmp_path / "report.html").read_text()
+
+
 @pytest.fixture
 def browser():
     """Headless Chromium, with its console."""

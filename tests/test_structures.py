@@ -37,6 +37,14 @@ def test_labels_survive_a_file(tmp_path):
     assert out.stress[0].tolist() == list(range(6))
 
 
+def test_a_stress_without_a_cell_is_no_label():
+    atoms = labelled(energy=-3.0, forces=np.ones((2, 3)), stress=np.zeros(6))
+    bare = Atoms(atoms.symbols, atoms.positions)
+    bare.calc = SinglePointCalculator(bare, **atoms.calc.results)
+    assert labels(atoms).stress.isfinite().all()
+    assert labels(bare).stress.isnan().all()
+
+
 def test_stress_may_be_a_full_matrix():
     matrix = np.array([[1.0, 6, 5], [6, 2, 4], [5, 4, 3]])
     atoms = labelled()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pmlip import metrics
 from pmlip.methods.base import Method, Progress
+from pmlip.samples import STILL
 from pmlip.scores import fair_crps
 from pmlip.structures import as_structures, labels, require_labels
 
@@ -23,7 +24,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was done to the spread of the forces."""
+    """What was done to the spread of the forces; `model.record["calibration"]` says it too."""
 
     factor: float  # on the noise
     crps: tuple[float, float]  # eV/Å, on the validation data before and after
@@ -31,6 +32,8 @@ class Calibration:
     level: float  # of the conformal intervals
     conformal: float | None  # they are mean ± this times sigma; None: too few structures for that level
     structures: int
+    samples: int  # the intervals are for this number of them
+    seed: int
 
 
 def best_factor(samples: Tensor, target: Tensor) -> float:
@@ -77,7 +80,7 @@ def calibrate(
     model: Method,
     valid: Sequence[Atoms],
     *,
-    samples: int = 32,
+    samples: int = 16,
     seed: int = 0,
     level: float = LEVEL,
     chunk_atoms: int | None = None,
@@ -86,7 +89,8 @@ def calibrate(
     """Scale the spread of a model in place, by the factor with the smallest CRPS of the forces of these structures.
 
     The factor acts on the noise (or on the width of a Gaussian), so that samples stay potentials, with one factor for
-    energies, forces and stress. Since the response to noise is not quite linear, it is fitted again after each change.
+    energies, forces and stress. Since the response to noise is not quite linear, it is fitted again after each change,
+    and the constant in the energies is moved so that their mean stays where it was.
     chunk_atoms: as in `Method.sample`.
     """
     listed = as_structures(valid)
@@ -95,10 +99,11 @@ def calibrate(
     _check_level(level)  # now, not after the work
     require_labels(listed, ["forces"])
     target = labels(listed).forces
-    factor = 1.0
+    factor, energies = 1.0, []
     scored: list[tuple[float, float]] = []
     for round_of in range(ROUNDS):
         drawn = model.sample(listed, samples=model.fixed_samples or samples, seed=seed, chunk_atoms=chunk_atoms)
+        energies.append(drawn.mean.energy.double() / drawn.atoms_per_system)
         forces, mean, spread = drawn.forces.double(), drawn.mean.forces.double(), drawn.spread.forces.double()
         scored.append(
             (
@@ -108,22 +113,30 @@ def calibrate(
         )
         if progress:
             progress(round_of + 1, ROUNDS)
-        step = best_factor(forces, target)
+        step = max(best_factor(forces, target), SMALLEST / factor)
         if abs(step - 1) < CLOSE or round_of == ROUNDS - 1:
             break
         model.scale_spread(step)
         factor *= step
-    moving = spread > 0  # symmetry fixes the others
+    if model.learns_spread:
+        moved = float((energies[0] - energies[-1]).mean())
+        for part in model.parts():
+            part.backbone.shift_references(dict.fromkeys(part.backbone.elements, moved))
+    moving = spread > STILL
     scores = (
         (mean - target).abs()[moving] / torch.from_numpy(metrics.predictive_sigma(spread[moving], drawn.count))
     ).numpy()
     system = drawn.system[:, None].expand_as(moving)[moving].numpy()
     (crps_before, ssr_before), (crps_after, ssr_after) = scored[0], scored[-1]
-    return Calibration(
+    result = Calibration(
         factor,
         (crps_before, crps_after),
         (ssr_before, ssr_after),
         level,
         conformal_factor(scores, system, level=level),
         len(listed),
+        drawn.count,
+        seed,
     )
+    model.record["calibration"] = {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(result).items()}
+    return result

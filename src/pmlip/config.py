@@ -9,13 +9,13 @@ from pmlip.structures import LABELS
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig:
-    steps: int | None = None  # of the optimiser in all; None: about 600, and at least 10 passes over the training set
+    steps: int | None = None  # in all; by default about 600, and at least 10 passes over the training set
     epochs: int | None = None  # passes over the training set, instead of steps
     batch: int = 4  # structures in a step, over all processes
     samples: int = 4  # noise draws per structure in the loss
-    backbone_rate: float | None = None  # learning rate of the backbone's own weights; None: what suits this potential
-    noise_rate: float | None = None  # of what comes with the method; None: by how the potential responds to noise
-    start: float | None = None  # random noise weights, 1 (None) for a spread as large as the error; 0 as in the paper
+    backbone_rate: float | None = None  # learning rate of the backbone's weights; by default what suits the potential
+    noise_rate: float | None = None  # of what comes with the method; by default by how the potential responds to noise
+    start: float | None = None  # random noise weights: 1 (default) for a spread as large as the error, 0 for none
     warm_up: float = 0.2  # share of the steps in which the rates rise; then they fall as a cosine
     clip: float = 10.0  # largest norm of the gradient
     second_moment: float = 0.98  # decay of AdamW's mean of squared gradients; with its usual 0.999 losses jump up
@@ -25,13 +25,13 @@ class FinetuneConfig:
     stress: float = 0.05  # weight of the stress
     fairness: float = 1.0  # below 1 the almost-fair CRPS; above 1 a spread is rewarded more than is proper
     offsets: bool = True  # fit an energy per element to the training set first
-    rotate: bool | None = None  # turn structures at random; None: where the backbone is not equivariant
+    rotate: bool | None = None  # turn structures at random; by default where the backbone is not equivariant
     freeze_backbone: bool = False  # train what comes with the method alone
     missing: bool = False  # whether a structure may lack a label that others carry
     validations: int = 10  # how often the validation set is scored
     validation_samples: int = 16  # noise draws per structure in that score
-    patience: int | None = None  # stop after so many validations without a better score; None: never
-    chunk: int | None = None  # samples in one pass of a step; None: all. Fewer need less memory and one pass more
+    patience: int | None = None  # stop after so many validations without a better score; by default never
+    chunk: int | None = None  # samples in one pass of a step; by default all. Fewer need less memory and one pass more
     seed: int = 0  # of batches, rotations, noise, and what is held out
 
     def __post_init__(self) -> None:

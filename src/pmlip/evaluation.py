@@ -12,7 +12,7 @@ from ase import Atoms
 
 from pmlip import metrics, scores
 from pmlip.methods.base import Method, Progress
-from pmlip.samples import Outputs, Samples, mean_per_system
+from pmlip.samples import STILL, Outputs, Samples, mean_per_system
 from pmlip.structures import LABELS, as_structures, labels
 
 
@@ -102,7 +102,7 @@ def _scores(name: str, drawn: Samples, point: Outputs, target: Outputs) -> dict[
     result["spread"] = float(spread[present].square().mean().sqrt())
     if result["rmse"] > 0:  # symmetry can make all forces zero, and then there is nothing to compare or to rank
         result["ssr"] = metrics.spread_skill_ratio(*chosen)
-    moving = present & (spread > 0)  # symmetry fixes the others
+    moving = present & (spread > (STILL if name == "forces" else 0))
     if bool(moving.any()):
         result["coverage_95"] = metrics.coverage(mean[moving], spread[moving], label[moving], drawn.count)
     if name == "forces" and bool(present.all()):

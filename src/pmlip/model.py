@@ -281,6 +281,7 @@ class Potential(Perturbed, Method):
     def scale_spread(self, factor: float) -> None:
         """Scale W_z, so that each sample stays a potential; the spread follows as far as the response is linear."""
         self.noise.mixing.mul_(factor)
+        self.record.pop("calibration", None)  # its intervals were for the spread as it was
 
 
 @overload

@@ -11,11 +11,11 @@ import numpy as np
 from ase import Atoms
 from ase.io import read, write
 
-from pmlip.calculator import annotated, uncertainties
+from pmlip.calculator import PER_ATOM, PER_STRUCTURE, annotated, uncertainties
 from pmlip.files import write_json
 from pmlip.methods.base import Method
 from pmlip.reading import check_file, iterate
-from pmlip.structures import LABELS, StructureError, as_structures
+from pmlip.structures import StructureError, as_structures
 
 BATCH = 64  # structures between two writes
 
@@ -32,7 +32,7 @@ def predict_file(
 ) -> int:
     """Write every structure of `source` to the extxyz file `out`, with mean and uncertainties; gives their number.
 
-    Labels that the structures carry stay with them as REF_energy, REF_forces, REF_stress. Until it is complete, the
+    Results that the structures carry stay with them as REF_energy, REF_forces and so on. Until it is complete, the
     work is in `out` with ".partial" behind its name; called again with the same model (`identity`), source and
     settings it goes on from there. progress(done, all) is told the number of structures; `all` may not be known.
     """
@@ -123,14 +123,19 @@ def _frame_ends(path: Path) -> Iterator[int]:
 
 
 def _with_references(atoms: Atoms) -> Atoms:
-    """A copy whose labels are called REF_energy and so on, so that predictions can take their names.
+    """A copy whose results are called REF_energy and so on, so that predictions can take their names.
 
-    What is called so already stays: then the results are those of another potential.
+    What is called so already stays: then the results are those of another potential. So are they where there are
+    uncertainties; these go with them.
     """
-    results = atoms.calc.results if atoms.calc is not None else {}
+    results = dict(atoms.calc.results) if atoms.calc is not None else {}
     renamed = atoms.copy()
-    for name in LABELS:
-        place = renamed.arrays if name == "forces" else renamed.info
-        if name in results:
-            place.setdefault(f"REF_{name}", results[name])
+    predicted = [name for name in (*PER_STRUCTURE, *PER_ATOM) if name in renamed.info or name in renamed.arrays]
+    for name in predicted:
+        renamed.info.pop(name, None)
+        renamed.arrays.pop(name, None)
+    for name, value in ({} if predicted else results).items():
+        per_atom = np.ndim(value) > 0 and name not in ("stress", "dipole") and len(value) == len(atoms)
+        place = renamed.arrays if per_atom else renamed.info
+        place.setdefault(f"REF_{name}", value)
     return renamed

@@ -64,6 +64,9 @@ def read_structures(
             raise ValueError("it holds no structures")
         given = {"energy": energy_key, "forces": forces_key, "stress": stress_key}
         names = {label: _name(label, key, structures) for label, key in given.items()}
+        for label, key in given.items():
+            if key is None:
+                _refuse_second_name(label, names[label], structures)
         counts: Counter[str] = Counter()
         labelled = []
         for index, atoms in enumerate(structures):
@@ -142,6 +145,21 @@ def _name(label: str, key: str | None, structures: Sequence[Atoms]) -> str | Non
         raise ValueError(f"nothing in it is called {key!r}; the names are: {', '.join(available) or 'none'}{hint}")
     candidates = NAMES[label] + (NAMES["virial"] if label == "stress" else ())
     return next((name for name in candidates if name in available), None)
+
+
+def _refuse_second_name(label: str, name: str | None, structures: Sequence[Atoms]) -> None:
+    """Of a file put together from others, some may carry a label under another name: those must not go unseen."""
+    for index, atoms in enumerate(structures):
+        own = _available([atoms])
+        if name is None or name in own:
+            continue
+        if other := next((candidate for candidate in NAMES[label] if candidate in own), None):
+            raise StructureError(
+                atoms,
+                index,
+                f"its {label} is called {other!r}, that of others {name!r}; give all the same name, or choose one "
+                f"with --{label}-key",
+            )
 
 
 def _available(structures: Sequence[Atoms]) -> list[str]:

@@ -69,7 +69,7 @@ def labels(structures: Atoms | Iterable[Atoms]) -> Outputs:
             if name in LABELS and not np.isfinite(value).all():
                 raise StructureError(atoms, index, f"its label {name!r} is NaN or infinite")
         energy[index] = results.get("energy", np.nan)
-        if "stress" in results:
+        if "stress" in results and atoms.cell.rank == 3:  # without a cell it means nothing
             given = np.asarray(results["stress"], dtype=float)
             stress[index] = full_3x3_to_voigt_6_stress(given) if given.shape == (3, 3) else given
         given = np.asarray(results.get("forces", np.full((len(atoms), 3), np.nan)), dtype=float)

@@ -91,6 +91,7 @@ def finetune(
         place = Path(folder) / (f"part-{number}" if len(parts) > 1 else "") if folder else None
         own = replace(config, seed=config.seed * len(parts) + number)  # no two seeds share a part
         runs.append(_Run(part, listed, held_out, own, place, fabric).to_the_end(show))
+    model.record.pop("calibration", None)  # of the model as it was
     model.finish(held_out)
     return runs[0] if len(runs) == 1 else replace(runs[0], seconds=sum(run.seconds for run in runs))
 

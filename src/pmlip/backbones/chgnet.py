@@ -4,6 +4,7 @@ What is exact for every sample: rotation, translation, permutation, and forces a
 """
 
 import contextlib
+import copy
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -201,9 +202,10 @@ class CHGNetBackbone(Backbone):
                 weight[0, number - 1] += offset
 
     def calculator(self) -> Calculator:
+        single = self.module.bond_embedding.weight.dtype == torch.float32
         with _quiet():
             return CHGNetCalculator(
-                self.module,
+                self.module if single else copy.deepcopy(self.module).float(),  # it makes graphs in single precision
                 use_device=str(self.module.bond_embedding.weight.device),
                 on_isolated_atoms="error",
             )

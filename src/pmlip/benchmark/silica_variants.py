@@ -45,10 +45,10 @@ TRIALS: dict[str, dict[str, Variant]] = {
         "offset-4-wide": Variant({"noise_rate": 1e-2}, {"offset": 4.0, "prior": 0.1, "largest": 0.5}),
     },
     "mc-dropout": {
+        "share-0.0003": Variant({}, {"share": 0.0003}),
         "share-0.001": Variant({}, {"share": 0.001}),
         "share-0.005": Variant({}, {"share": 0.005}),
         "share-0.01": Variant({}, {"share": 0.01}),
-        "share-0.02": Variant({}, {"share": 0.02}),
     },
     "deterministic": {
         "as-is": Variant(),

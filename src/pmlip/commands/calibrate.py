@@ -1,7 +1,6 @@
 """pmlip calibrate: the spread of a model scaled by one factor, fitted on structures it was not trained on."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ def scale(
     structures: Sequence[Atoms],
     *,
     data: str,
-    samples: int = 32,
+    samples: int = 16,
     seed: int = 0,
     level: float = LEVEL,
     chunk_atoms: int | None = None,
@@ -64,9 +63,7 @@ def scale(
             chunk_atoms=chunk_atoms,
             progress=counter(bar, "calibrating"),
         )
-    record = {**asdict(result), "data": data, "samples": trained.fixed_samples or samples, "seed": seed}
-    record = {name: list(x) if isinstance(x, tuple) else x for name, x in record.items()}
-    trained.record["calibration"] = record
+    trained.record["calibration"]["data"] = data
     (before, after), (ratio_before, ratio_after) = result.crps, result.ssr
     console.print(
         f"The spread was scaled by {result.factor:.2f}: SSR {ratio_before:.2f} -> {ratio_after:.2f}, CRPS of the "
@@ -76,8 +73,8 @@ def scale(
         console.print(f"Intervals of guaranteed {level:.0%} coverage need more than {result.structures} structures.")
     else:
         console.print(
-            f"With these {record['samples']} samples, a force component of a structure like these lies within mean ± "
+            f"With {result.samples} samples, a force component of a structure like these lies within mean ± "
             f"{result.conformal:.2f} sigma with at least {level:.0%} probability (conformal); sigma is the spread "
             "times sqrt(1 + 1/K)."
         )
-    return record
+    return dict(trained.record["calibration"])

@@ -50,7 +50,8 @@ def run(
     left_out = _excluded(exclude)
     structures = {}
     for file in (data, *unseen):
-        read, _ = read_structures(file, **keys)
+        read, found = read_structures(file, **keys)
+        console.print(str(found))
         if report is not None:
             with in_file(file):
                 require_labels(read, ["forces"])  # of every figure

@@ -30,6 +30,7 @@ class Gaussian(WrappedMethod):
 
     def scale_spread(self, factor: float) -> None:
         self.widths *= factor
+        self.record.pop("calibration", None)
 
     def force_units(self, graph: Graph, forces: Tensor) -> Tensor:
         """What the width of each force component is a multiple of, (atom, 1)."""
@@ -85,15 +86,16 @@ class Gaussian(WrappedMethod):
 
 def best_width(errors: np.ndarray, units: np.ndarray) -> float:
     """w with the smallest mean CRPS of N(0, (w unit)^2) at the errors."""
-    units = np.maximum(units, 1e-9)
-    scale = float(np.sqrt(np.mean((errors / units) ** 2)))
-    if scale == 0:
+    if not errors.any():
         return 1e-9
+    units = np.maximum(units, 1e-9)
+    # of the sums, not of the ratios: one unit near zero must not decide
+    scale = float(np.sqrt(np.mean(errors**2) / np.mean(units**2)))
 
     def crps(log_width: float) -> float:
         return float(gaussian_crps(errors, np.exp(log_width) * units).mean())
 
-    fit = minimize_scalar(crps, bounds=(np.log(scale) - 6, np.log(scale) + 2), method="bounded")
+    fit = minimize_scalar(crps, bounds=(np.log(scale) - 7, np.log(scale) + 7), method="bounded")
     return float(np.exp(fit.x))
 
 

@@ -69,7 +69,7 @@ class MCDropout(WrappedMethod):
 
     name = "mc-dropout"
 
-    def __init__(self, backbone: Backbone, *, share: float = 0.05) -> None:
+    def __init__(self, backbone: Backbone, *, share: float = 0.001) -> None:
         super().__init__(backbone)
         inner = [site.name for mlp in backbone.mlps() for site in mlp[1:]]
         self.dropout = add_dropout(self.backbone.module, inner, share=share)

@@ -14,9 +14,10 @@ class PEnsemble(Ensemble):
 
     name = "p-ensemble"
     trains_on_samples = True
+    learns_spread = True
     fixed_samples = None
 
-    def __init__(self, backbone: Backbone, *, members: int = 3, noise_dim: int = 32) -> None:
+    def __init__(self, backbone: Backbone, *, members: int = 3, noise_dim: int = 128) -> None:
         self._hold(backbone, [perturb(backbone, noise_dim=noise_dim) for _ in range(checked_count(members))])
 
     @property
@@ -30,6 +31,12 @@ class PEnsemble(Ensemble):
 
     def member(self, number: int, *, seed: int = 0) -> Backbone:
         return self.parts()[number % len(self.members)].member(number, seed=seed)
+
+    def scale_spread(self, factor: float) -> None:
+        """That of every member; what they differ in stays."""
+        for part in self.parts():
+            part.scale_spread(factor)
+        self.record.pop("calibration", None)
 
     def draw(self, samples: int, *, seed: int = 0) -> Tensor:
         drawn = noise.draw(samples, self.noise_dim, seed=seed)

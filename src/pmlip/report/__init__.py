@@ -43,14 +43,17 @@ def write_report(
     for judged in inside:
         if judged.evaluation.samples < 2 or not judged.evaluation.drawn.trained:
             raise ValueError(f"{judged.model} has no spread to report on; pmlip evaluate prints its errors")
+        if not judged.forces.moving.any():
+            raise ValueError(f"symmetry fixes all forces of {judged.data}, so there is no spread to report on")
     template = Environment(loader=PackageLoader("pmlip", "report"), autoescape=True).get_template("report.html")
+    shown = [judged for judged in unseen if judged.forces.moving.any()]
     text = template.render(
         title=f"{inside[0].model} on {inside[0].data}",
         inside=inside,
         records=records or {},
-        rows=[score_row(judged) for judged in (*inside, *unseen)],
+        rows=[score_row(judged) for judged in (*inside, *shown)],
         sentences=sentences(inside, unseen, records or {}),
-        figures={name: Markup(svg) for name, svg in _figures(inside, unseen).items()},
+        figures={name: Markup(svg) for name, svg in _figures(inside, shown).items()},
         view=view(inside[0]),
         viewer=Markup(viewer_code()),
         version=version("pmlip"),

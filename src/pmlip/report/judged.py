@@ -12,6 +12,7 @@ from scipy import stats
 from pmlip import metrics
 from pmlip.calibration import best_factor
 from pmlip.evaluation import Evaluation
+from pmlip.samples import STILL
 from pmlip.scores import fair_crps
 
 
@@ -59,7 +60,7 @@ class Forces:
     @cached_property
     def moving(self) -> np.ndarray:
         """Components with a spread; symmetry fixes the others."""
-        moving: np.ndarray = self.spread > 0
+        moving: np.ndarray = self.spread > STILL
         return moving
 
     @cached_property

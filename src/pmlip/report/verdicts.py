@@ -60,9 +60,10 @@ def _promise(judged: Judged, calibration: Mapping[str, Any]) -> list[tuple[str, 
         return []
     forces = judged.forces
     sigma = metrics.predictive_sigma(forces.spread, len(forces.samples))
-    inside = float((np.abs(forces.mean - forces.target) <= factor * sigma).mean())
+    held = (np.abs(forces.mean - forces.target) <= factor * sigma) | ~forces.moving
+    inside, data = float(held.mean()), calibration.get("data", "validation data")
     text = (
-        f"The interval of its calibration on {calibration['data']}, mean ± {factor:.2f} sigma, holds "
+        f"The interval of its calibration on {data}, mean ± {factor:.2f} sigma, holds "
         f"{100 * inside:.0f} % of the force components here; {100 * level:.0f} % were promised for structures like "
         f"those, with K = {calibration['samples']}."
     )
@@ -116,6 +117,8 @@ def _ranking(judged: Judged) -> list[tuple[str, str]]:
 
 
 def _outside(inside: Judged, outside: Judged) -> list[tuple[str, str]]:
+    if not outside.forces.moving.any():
+        return [("fair", f"On {outside.data} symmetry fixes all forces: they say nothing about the model.")]
     against = compare(inside.evaluation, outside.evaluation)
     error, spread = against["error_ratio"], against["spread_ratio"]
     text = (
