@@ -83,6 +83,7 @@ def calibrate(
     samples: int = 16,
     seed: int = 0,
     level: float = LEVEL,
+    offsets: bool = True,
     chunk_atoms: int | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
@@ -90,7 +91,7 @@ def calibrate(
 
     The factor acts on the noise (or on the width of a Gaussian), so that samples stay potentials, with one factor for
     energies, forces and stress. Since the response to noise is not quite linear, it is fitted again after each change,
-    and the constant in the energies is moved so that their mean stays where it was.
+    and a constant in the energies is moved so that their mean stays where it was (offsets=False: it is not).
     chunk_atoms: as in `Method.sample`.
     """
     listed = as_structures(valid)
@@ -118,7 +119,7 @@ def calibrate(
             break
         model.scale_spread(step)
         factor *= step
-    if model.learns_spread:
+    if offsets and model.learns_spread:
         moved = float((energies[0] - energies[-1]).mean())
         for part in model.parts():
             part.backbone.shift_references(dict.fromkeys(part.backbone.elements, moved))

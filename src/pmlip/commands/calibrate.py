@@ -49,6 +49,7 @@ def scale(
     samples: int = 16,
     seed: int = 0,
     level: float = LEVEL,
+    offsets: bool = True,
     chunk_atoms: int | None = None,
     console: Console,
 ) -> dict[str, Any]:
@@ -60,6 +61,7 @@ def scale(
             samples=samples,
             seed=seed,
             level=level,
+            offsets=offsets,
             chunk_atoms=chunk_atoms,
             progress=counter(bar, "calibrating"),
         )

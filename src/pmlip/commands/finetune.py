@@ -126,7 +126,8 @@ def run(
         **environment(),
     }
     if scaled and trained.learns_spread:
-        _scale(trained, held_out, valid.name if valid else f"what was held out of {train.name}", console)
+        data = valid.name if valid else f"what was held out of {train.name}"
+        _scale(trained, held_out, data, offsets=config.offsets, console=console)
     trained.save(out / "model.pt")
     summary = {"backbone": backbone, "method": method, "options": dict(options), **trained.record}
     summary["fingerprints"] = [fingerprint([atoms])[:16] for atoms in (*structures, *held_out)]
@@ -153,7 +154,7 @@ def _fabric(device: str | None) -> Fabric:
     return fabric
 
 
-def _scale(trained: Method, held_out: Sequence[Atoms], data: str, console: Console) -> None:
+def _scale(trained: Method, held_out: Sequence[Atoms], data: str, *, offsets: bool, console: Console) -> None:
     """Scale the spread to the validation data, as far as they allow."""
     usable = [atoms for atoms in held_out if bool(labels([atoms]).forces.isfinite().all())]
     some = usable[:: math.ceil(len(usable) / MOST_FOR_CALIBRATION) or 1]
@@ -163,7 +164,7 @@ def _scale(trained: Method, held_out: Sequence[Atoms], data: str, console: Conso
             "`pmlip calibrate` scales it to others"
         )
         return
-    scale(trained, some, data=data, chunk_atoms=FIXED_ATOMS, console=console)
+    scale(trained, some, data=data, offsets=offsets, chunk_atoms=FIXED_ATOMS, console=console)
 
 
 def _split(available: int, count: int | None, seed: int, path: Path) -> tuple[list[int], list[int]]:
