@@ -122,6 +122,7 @@ class Perturbed(nn.Module):
 PAIRS_FOR_SLOPE = 16  # of draws
 CURVED_DIRECTIONS = 16  # of z; eight would do for CHGNet
 SMALL = 64  # atoms times samples in one pass
+RELAXED = 0.05  # eV/Å; with smaller forces, structures are at rest
 
 
 class Potential(Perturbed, Method):
@@ -244,8 +245,9 @@ class Potential(Perturbed, Method):
         tried, std = copy.deepcopy(self), 0.01
         tried.randomise(std)
         some = [atoms.copy() for atoms in structures[:: math.ceil(len(structures) / 8)]]
-        for atoms in some:  # where symmetry fixes the forces there would be no spread at all
-            atoms.rattle(0.05, seed=0)
+        for atoms in some:
+            if float(tried.predict(atoms).forces.abs().max()) < RELAXED:
+                atoms.rattle(0.05, seed=0)  # where symmetry fixes the forces there would be no spread at all
         drawn = tried.sample(some, samples=8, chunk_atoms=FIXED_ATOMS)
         return std * error / max(float(drawn.spread.forces.double().square().mean().sqrt()), 1e-9)
 
