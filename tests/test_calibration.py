@@ -121,3 +121,19 @@ def test_what_cannot_be_calibrated_is_refused():
     blip = methods.make("blip", tiny_backbone())
     with pytest.raises(ValueError, match="the spread of BLIP cannot be scaled after training"):
         calibrate(blip, structures[:1])
+    crystal = Atoms("Cu", cell=[2.5, 2.5, 2.5], pbc=True)
+    crystal.calc = SinglePointCalculator(crystal, energy=-3.0, forces=np.zeros((1, 3)))
+    width = model.noise.mixing.clone()
+    with pytest.raises(ValueError, match="symmetry fixes all forces of these structures"):
+        calibrate(model, [crystal] * 4)
+    assert torch.equal(model.noise.mixing, width)
+
+
+def test_energies_of_a_model_that_was_trained_without_offsets_stay():
+    model = randomise_noise(pmlip.perturb(tiny_backbone()), scale=0.3)
+    structures = labelled_by_its_own_samples(model, 8)
+    model.record["config"] = {"offsets": False}
+    before = model.predict(structures).energy
+    model.scale_spread(2.0)
+    assert calibrate(model, structures).shift == 0
+    torch.testing.assert_close(model.predict(structures).energy, before)

@@ -6,7 +6,7 @@ from torch import nn
 
 import pmlip
 from conftest import randomise_noise
-from pmlip import checkpoint
+from pmlip import checkpoint, methods
 from pmlip.injection import vanish_with_input
 from tiny import tiny_backbone
 
@@ -90,6 +90,18 @@ def test_precision_is_kept(tmp_path):
     loaded = pmlip.load(tmp_path / "model.pt", backbone=tiny_backbone(dtype=torch.float32))
     assert loaded.noise.mixing.dtype == torch.float64
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["p", "p-ensemble"])
+def test_potentials_of_older_formats_have_a_straight_zero_of_their_energies(name, tmp_path):
+    """Format 1 had none at all, format 2 no curvature."""
+    methods.make(name, tiny_backbone()).save(tmp_path / "model.pt")
+    content = torch.load(tmp_path / "model.pt", weights_only=True)
+    older = {key: value for key, value in content["state"].items() if "energy_" not in key}
+    assert len(older) < len(content["state"])
+    change(tmp_path / "model.pt", version=1, state=older)
+    loaded = pmlip.load(tmp_path / "model.pt", backbone=tiny_backbone())
+    assert not any(part.energy_curvature.any() or part.energy_zero.any() for part in loaded.parts())
 
 
 def test_a_newer_format_is_refused(file):

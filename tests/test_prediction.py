@@ -93,11 +93,14 @@ def test_what_another_model_predicted_does_not_stay_and_is_no_reference(model, t
     second = read(tmp_path / "second.extxyz")
     assert "forces_interval" not in second.arrays
     assert "REF_energy" not in second.info
+    assert second.info["previous_energy"] == read(tmp_path / "first.extxyz").get_potential_energy()
 
 
 def test_other_results_of_the_source_stay_too(model, tmp_path):
     (atoms,) = water(1)
-    atoms.calc = SinglePointCalculator(atoms, free_energy=-2.0, magmoms=np.arange(3.0), dipole=np.ones(3))
+    results = {"free_energy": -2.0, "magmoms": np.arange(3.0), "dipole": np.ones(3)}
+    results["born_effective_charges"] = np.zeros((3, 3, 3))  # which extxyz has no place for
+    atoms.calc = SinglePointCalculator(atoms, **results)
     write(tmp_path / "in.traj", atoms)
     predict_file(model, tmp_path / "in.traj", tmp_path / "out.extxyz", samples=4)
     found = read(tmp_path / "out.extxyz")

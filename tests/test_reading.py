@@ -148,6 +148,13 @@ def test_a_second_name_for_the_same_label_is_not_overlooked(tmp_path):
     read, found = read_structures(tmp_path / "data.extxyz", energy_key="energy", forces_key="forces")
     assert found.labels["energy"] == ("energy", 1)
     assert len(read) == 2
+    virial = renamed(first, {"energy": "energy", "forces": "forces"})
+    virial.info["virial"] = np.eye(3)
+    write(tmp_path / "data.extxyz", [second, virial])
+    with pytest.raises(
+        ValueError, match=r"structure 1 \(ClNa\): its stress is called 'virial', that of others 'stress'"
+    ):
+        read_structures(tmp_path / "data.extxyz")
 
 
 def bad(problem):

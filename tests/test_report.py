@@ -130,6 +130,9 @@ def test_forces_that_symmetry_fixes_are_left_out(model, tmp_path):
     with pytest.raises(ValueError, match=r"symmetry fixes all forces of eos.extxyz"):
         write_report(tmp_path / "report.html", [fixed])
     write_report(tmp_path / "report.html", [moving], [fixed])
+    mixed = judged(model, [*structures(model, count=3), *crystals, *crystals])
+    write_report(tmp_path / "mixed.html", [mixed])
+    assert "3 structures of 9 (in the others symmetry fixes the forces)" in (tmp_path / "mixed.html").read_text()
     assert "On eos.extxyz symmetry fixes all forces" in (tmp_path / "report.html").read_text()
 
 

@@ -7,7 +7,7 @@ from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import read, write
 
-from pmlip.structures import StructureError, as_structures, labels
+from pmlip.structures import StructureError, as_structures, check_labels, labels
 
 
 def labelled(**results):
@@ -43,6 +43,10 @@ def test_a_stress_without_a_cell_is_no_label():
     bare.calc = SinglePointCalculator(bare, **atoms.calc.results)
     assert labels(atoms).stress.isfinite().all()
     assert labels(bare).stress.isnan().all()
+    check_labels([atoms, bare], ["energy", "forces", "stress"], missing=False)  # and none is asked for
+    del atoms.calc.results["stress"]
+    with pytest.raises(StructureError, match="structure 1 .*carries no stress, and 1 of 2"):
+        check_labels([labelled(forces=np.ones((2, 3)), stress=np.zeros(6)), atoms], ["stress"], missing=False)
 
 
 def test_stress_may_be_a_full_matrix():

@@ -37,7 +37,7 @@ class PMLIPCalculator(Calculator):
         atom_uncertainty      (atom,) eV/Å, root of the trace of the covariance of its force, the same when turned
         max_atom_uncertainty  eV/Å, its largest value
         stress_uncertainty    (6,) eV/Å^3, where there is a cell
-        forces_interval       (atom, 3) eV/Å, of a model from `pmlip calibrate`: DFT forces lie within forces ± this as
+        forces_interval       (atom, 3) eV/Å, of a calibrated model: DFT forces lie within forces ± this as
                               often as was asked for there, with as many samples as there
 
     and in MACE's naming energy_var and stress_var, their squares. ensembles=True adds energy_ensemble (K,),

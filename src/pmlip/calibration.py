@@ -34,6 +34,7 @@ class Calibration:
     structures: int
     samples: int  # the intervals are for this number of them
     seed: int
+    shift: float  # eV per atom, added to all energies: their mean stays where it was
 
 
 def best_factor(samples: Tensor, target: Tensor) -> float:
@@ -83,7 +84,6 @@ def calibrate(
     samples: int = 16,
     seed: int = 0,
     level: float = LEVEL,
-    offsets: bool = True,
     chunk_atoms: int | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
@@ -91,21 +91,24 @@ def calibrate(
 
     The factor acts on the noise (or on the width of a Gaussian), so that samples stay potentials, with one factor for
     energies, forces and stress. Since the response to noise is not quite linear, it is fitted again after each change,
-    and a constant in the energies is moved so that their mean stays where it was (offsets=False: it is not).
+    and a constant in the energies is moved so that their mean stays where it was, unless the model was trained
+    without such offsets.
     chunk_atoms: as in `Method.sample`.
     """
     listed = as_structures(valid)
     model.check_spread()
-    model.scale_spread(1.0)  # refuses now what cannot be scaled
-    _check_level(level)  # now, not after the work
+    _check_level(level)
     require_labels(listed, ["forces"])
+    model.scale_spread(1.0)  # refuses now what cannot be scaled
     target = labels(listed).forces
-    factor, energies = 1.0, []
+    factor, energies, shift = 1.0, [], 0.0
     scored: list[tuple[float, float]] = []
     for round_of in range(ROUNDS):
         drawn = model.sample(listed, samples=model.fixed_samples or samples, seed=seed, chunk_atoms=chunk_atoms)
         energies.append(drawn.mean.energy.double() / drawn.atoms_per_system)
         forces, mean, spread = drawn.forces.double(), drawn.mean.forces.double(), drawn.spread.forces.double()
+        if not scored and not bool((spread > STILL).any()):
+            raise ValueError("symmetry fixes all forces of these structures, so they do not tell how large a spread is")
         scored.append(
             (
                 float(fair_crps(forces, target).mean()),
@@ -119,10 +122,10 @@ def calibrate(
             break
         model.scale_spread(step)
         factor *= step
-    if offsets and model.learns_spread:
-        moved = float((energies[0] - energies[-1]).mean())
+    if model.calibrated_at_end and model.record.get("config", {}).get("offsets", True):
+        shift = float((energies[0] - energies[-1]).mean())
         for part in model.parts():
-            part.backbone.shift_references(dict.fromkeys(part.backbone.elements, moved))
+            part.backbone.shift_all(shift)
     moving = spread > STILL
     scores = (
         (mean - target).abs()[moving] / torch.from_numpy(metrics.predictive_sigma(spread[moving], drawn.count))
@@ -138,6 +141,7 @@ def calibrate(
         len(listed),
         drawn.count,
         seed,
+        shift,
     )
     model.record["calibration"] = {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(result).items()}
     return result

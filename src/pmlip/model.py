@@ -19,6 +19,7 @@ from pmlip.injection import Site, Sites, find_sites, inject, noisy_layers, vanis
 from pmlip.methods.base import Method, Progress
 from pmlip.noise import SEED_OF_FIT
 from pmlip.samples import Samples
+from pmlip.structures import evenly
 
 
 class Perturbed(nn.Module):
@@ -121,7 +122,7 @@ class Perturbed(nn.Module):
 # how the zero of the energies is fitted
 PAIRS_FOR_SLOPE = 16  # of draws
 CURVED_DIRECTIONS = 16  # of z; eight would do for CHGNet
-SMALL = 64  # atoms times samples in one pass
+ATOMS_IN_A_GRADIENT = 64  # times samples, in one pass
 RELAXED = 0.05  # eV/Å; with smaller forces, structures are at rest
 
 
@@ -131,7 +132,7 @@ class Potential(Perturbed, Method):
     backbone: Backbone
     energy_curvature: Tensor
     trains_on_samples = True
-    learns_spread = True
+    calibrated_at_end = True
 
     def __init__(self, backbone: Backbone, sites: tuple[Site, ...], noise_dim: int) -> None:
         super().__init__(backbone, sites, noise_dim)
@@ -186,7 +187,7 @@ class Potential(Perturbed, Method):
             e = e.to(self.noise.mixing)
             sums = torch.zeros_like(e)
             for graph, atoms in graphs:
-                for own, total in zip(*(x.split(max(1, SMALL // atoms)) for x in (e, sums)), strict=True):
+                for own, total in zip(*(x.split(max(1, ATOMS_IN_A_GRADIENT // atoms)) for x in (e, sums)), strict=True):
                     leaf = own.clone().requires_grad_()
                     with torch.enable_grad():
                         energy = self(graph, leaf)["energy"].sum() / atoms
@@ -211,11 +212,11 @@ class Potential(Perturbed, Method):
             """The mean of the second derivatives times each direction, (direction, noise)."""
             products = []
             for direction, draw in zip(directions, self.draw(count, seed=seed), strict=True):
-                # along the direction at 1 and -1, which have the moments of a normal variable; across it a draw of
-                # both signs, so that what is odd cancels
+                # along the direction the three-point rule for normal variables, whose middle point drops out; across
+                # it a draw of both signs, so that what is odd cancels
                 across = draw - (draw @ direction) * direction
-                both = torch.stack([across, -across])
-                products.append((gradient(both + direction) - gradient(both - direction)).mean(0) / 2)
+                both, step = torch.stack([across, -across]), math.sqrt(3) * direction
+                products.append((gradient(both + step) - gradient(both - step)).mean(0) / (2 * math.sqrt(3)))
             return torch.stack(products).cpu()
 
         anywhere = functional.normalize(self.draw(count, seed=SEED_OF_FIT, kind="orthogonal"))
@@ -244,7 +245,7 @@ class Potential(Perturbed, Method):
         """The standard deviation of random noise weights with which the spread of forces is as large as the error."""
         tried, std = copy.deepcopy(self), 0.01
         tried.randomise(std)
-        some = [atoms.copy() for atoms in structures[:: math.ceil(len(structures) / 8)]]
+        some = [atoms.copy() for atoms in evenly(structures, 8)]
         for atoms in some:
             if float(tried.predict(atoms).forces.abs().max()) < RELAXED:
                 atoms.rattle(0.05, seed=0)  # where symmetry fixes the forces there would be no spread at all
@@ -273,7 +274,7 @@ class Potential(Perturbed, Method):
         folded = super().fold(sample=sample, seed=seed, kind=kind)
         assert isinstance(folded, Backbone)
         if zero := self._zero(self.draw(sample + 1, seed=seed, kind=kind)[sample]).item():
-            folded.shift_references(dict.fromkeys(folded.elements, zero))
+            folded.shift_all(zero)
         return folded
 
     def member(self, number: int, *, seed: int = 0) -> Backbone:
@@ -343,9 +344,11 @@ def load(
     weights_of = [content.state[name] for name, _ in model.named_parameters() if name in content.state]
     model.to(next((value.dtype for value in weights_of if value.is_floating_point()), torch.get_default_dtype()))
     state = dict(content.state)
-    if isinstance(model, Potential):
-        state.setdefault("energy_zero", torch.zeros(model.noise.dim))  # format 1 had none
-        state.setdefault("energy_curvature", torch.zeros(model.noise.dim, model.noise.dim))  # since format 3
+    for name, part in model.named_modules():
+        if isinstance(part, Potential):  # since format 2 and 3
+            prefix = f"{name}." if name else ""
+            state.setdefault(f"{prefix}energy_zero", torch.zeros_like(part.energy_zero))
+            state.setdefault(f"{prefix}energy_curvature", torch.zeros_like(part.energy_curvature))
     try:
         model.load_state_dict(state)
     except RuntimeError as error:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from ase import Atoms
 from ase.io import read, write
+from ase.outputs import all_outputs
 
 from pmlip.calculator import PER_ATOM, PER_STRUCTURE, annotated, uncertainties
 from pmlip.files import write_json
@@ -125,8 +126,8 @@ def _frame_ends(path: Path) -> Iterator[int]:
 def _with_references(atoms: Atoms) -> Atoms:
     """A copy whose results are called REF_energy and so on, so that predictions can take their names.
 
-    What is called so already stays: then the results are those of another potential. So are they where there are
-    uncertainties; these go with them.
+    What is called so already stays: then the results are those of another potential. Where there are uncertainties
+    they may be, and are called previous_energy and so on; the uncertainties go.
     """
     results = dict(atoms.calc.results) if atoms.calc is not None else {}
     renamed = atoms.copy()
@@ -134,8 +135,9 @@ def _with_references(atoms: Atoms) -> Atoms:
     for name in predicted:
         renamed.info.pop(name, None)
         renamed.arrays.pop(name, None)
-    for name, value in ({} if predicted else results).items():
-        per_atom = np.ndim(value) > 0 and name not in ("stress", "dipole") and len(value) == len(atoms)
-        place = renamed.arrays if per_atom else renamed.info
-        place.setdefault(f"REF_{name}", value)
+    for name, value in results.items():
+        shape = all_outputs[name].shapespec if name in all_outputs else ()
+        if len(shape) < 3:  # extxyz has no place for more
+            place = renamed.arrays if "natoms" in shape else renamed.info
+            place.setdefault(f"{'previous' if predicted else 'REF'}_{name}", value)
     return renamed

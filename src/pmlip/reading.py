@@ -143,17 +143,19 @@ def _name(label: str, key: str | None, structures: Sequence[Atoms]) -> str | Non
             return key
         hint = did_you_mean(key, available)
         raise ValueError(f"nothing in it is called {key!r}; the names are: {', '.join(available) or 'none'}{hint}")
-    candidates = NAMES[label] + (NAMES["virial"] if label == "stress" else ())
-    return next((name for name in candidates if name in available), None)
+    return next((name for name in _candidates(label) if name in available), None)
+
+
+def _candidates(label: str) -> tuple[str, ...]:
+    return NAMES[label] + (NAMES["virial"] if label == "stress" else ())
 
 
 def _refuse_second_name(label: str, name: str | None, structures: Sequence[Atoms]) -> None:
     """Of a file put together from others, some may carry a label under another name: those must not go unseen."""
     for index, atoms in enumerate(structures):
         own = _available([atoms])
-        if name is None or name in own:
-            continue
-        if other := next((candidate for candidate in NAMES[label] if candidate in own), None):
+        other = None if name in own else next((candidate for candidate in _candidates(label) if candidate in own), None)
+        if other:
             raise StructureError(
                 atoms,
                 index,

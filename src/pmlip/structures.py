@@ -46,6 +46,12 @@ def system_index(structures: Sequence[Atoms]) -> torch.Tensor:
     return torch.repeat_interleave(torch.arange(len(structures)), sizes)
 
 
+def evenly(structures: Sequence[Atoms], count: int) -> list[Atoms]:
+    """So many of them, or all where there are fewer, spread over the whole list."""
+    count = min(count, len(structures))
+    return [structures[i * len(structures) // count] for i in range(count)]
+
+
 def labels(structures: Atoms | Iterable[Atoms]) -> Outputs:
     """Energy (system,), forces (atom, 3) and stress (system, 6) that the structures carry, in double precision.
 
@@ -80,16 +86,22 @@ def labels(structures: Atoms | Iterable[Atoms]) -> Outputs:
     return Outputs({name: torch.from_numpy(value) for name, value in named.items()}, system_index(listed))
 
 
+def _asked(structures: Sequence[Atoms], name: str) -> torch.Tensor:
+    """Which structures can carry a label: without a cell there is no stress."""
+    return torch.tensor([name != "stress" or atoms.cell.rank == 3 for atoms in structures])
+
+
 def check_labels(structures: Sequence[Atoms], names: Sequence[str], *, missing: bool) -> None:
     """Forces must be there; and, unless labels may be missing, what one structure carries of these names all must."""
     found = labels(structures)
     for name in names:
-        lacking = _lacking(found, name)
-        count = len(structures) - len(lacking)
+        asked = _asked(structures, name)
+        lacking = [index for index in _lacking(found, name).tolist() if asked[index]]
+        count = int(asked.sum()) - len(lacking)
         if name == "forces" and count == 0:
             raise ValueError("none of the structures carries forces, and without them there is little to learn from")
-        if not missing and 0 < count < len(structures):
-            index = int(lacking[0])
+        if not missing and count and lacking:
+            index = lacking[0]
             raise StructureError(
                 structures[index],
                 index,

@@ -23,7 +23,7 @@ from pmlip.processes import sum_gradients, summed
 from pmlip.references import fit_offsets
 from pmlip.rotation import random_rotation, rotated
 from pmlip.runstate import read_state, uninterrupted, write_state
-from pmlip.structures import as_structures, check_labels, fingerprint, labels
+from pmlip.structures import as_structures, check_labels, evenly, fingerprint, labels
 
 if TYPE_CHECKING:  # it takes seconds to import
     from lightning_fabric import Fabric
@@ -80,6 +80,7 @@ def finetune(
 
         device = next(model.parameters()).device
         fabric = Fabric(accelerator=device.type, devices=1 if device.index is None else [device.index])
+    model.record.pop("calibration", None)  # of the model as it was
     runs: list[Finetuned] = []
     parts = model.parts()
     for number, part in enumerate(parts):
@@ -91,7 +92,6 @@ def finetune(
         place = Path(folder) / (f"part-{number}" if len(parts) > 1 else "") if folder else None
         own = replace(config, seed=config.seed * len(parts) + number)  # no two seeds share a part
         runs.append(_Run(part, listed, held_out, own, place, fabric).to_the_end(show))
-    model.record.pop("calibration", None)  # of the model as it was
     model.finish(held_out)
     return runs[0] if len(runs) == 1 else replace(runs[0], seconds=sum(run.seconds for run in runs))
 
@@ -102,7 +102,10 @@ def _check_validation(held_out: Sequence[Atoms], config: FinetuneConfig) -> None
         raise ValueError(
             f"the validation structures carry none of {', '.join(config.learned)}; Atoms.copy() leaves labels behind"
         )
-    check_labels(held_out, config.learned, missing=config.missing)
+    try:
+        check_labels(held_out, config.learned, missing=config.missing)
+    except ValueError as error:
+        raise ValueError(f"of the validation structures: {error}") from error
 
 
 def seconds_per_step(model: Method, train: Sequence[Atoms], config: FinetuneConfig, fabric: "Fabric") -> float:
@@ -234,7 +237,8 @@ class _Run:
         self._save()
         self.model.load_state_dict(self.best_state or self._averaged_state())
         validation = {name: value for name, value in self._best_line.items() if name.startswith("valid")}
-        if (self._fit_energy_zero(curved=True) | self._fit_offsets_again()) and self.valid:
+        # a parabola moves the mean of the samples, which offsets mend
+        if (self._fit_energy_zero(curved=self.config.offsets) | self._fit_offsets_again()) and self.valid:
             validation = self._scores()
         return Finetuned(self.step, validation, self.offsets, self.scales, self.noise_rate, self.log, self.spent)
 
@@ -242,7 +246,8 @@ class _Run:
         """Whether there was one to be fitted."""
         fitted = "energy" in self.scales and bool(self.model.energy_parameters())
         if fitted:
-            self.model.fit_energy_zero(self.train[:STRUCTURES_FOR_ZERO], curved=curved)
+            molecules = [atoms for atoms in self.train if len(atoms) > 1] or self.train  # no isolated atoms
+            self.model.fit_energy_zero(evenly(molecules, STRUCTURES_FOR_ZERO), curved=curved)
         return fitted
 
     def _fit_offsets_again(self) -> bool:
@@ -250,12 +255,12 @@ class _Run:
         if not (self.config.offsets and "energy" in self.scales):
             return False
         labelled = [atoms for atoms in self.train if bool(labels([atoms]).energy.isfinite())]
-        some = labelled[:: math.ceil(len(labelled) / STRUCTURES_FOR_OFFSETS)]
+        some = evenly(labelled, STRUCTURES_FOR_OFFSETS)
         count = self.model.fixed_samples or SAMPLES_FOR_OFFSETS
         drawn = self.model.sample(some, samples=count, seed=SEED_OF_FIT, chunk_atoms=FIXED_ATOMS)
         # one number for all elements: of a rare one these structures tell too little
         moved = float(((labels(some).energy - drawn.mean.energy.double()) / drawn.atoms_per_system).mean())
-        self.model.backbone.shift_references(dict.fromkeys(self.offsets, moved))
+        self.model.backbone.shift_all(moved)
         self.offsets = {number: offset + moved for number, offset in self.offsets.items()}
         return True
 

@@ -103,6 +103,10 @@ class Backbone(nn.Module, ABC):
     def shift_references(self, offsets: Mapping[int, float]) -> None:
         """Add to the energy of every atom of these elements (atomic number -> eV), in the package's own references."""
 
+    def shift_all(self, energy: float) -> None:
+        """Add to the energy of every atom, in eV."""
+        self.shift_references(dict.fromkeys(self.elements, energy))
+
     @abstractmethod
     def calculator(self) -> Calculator:
         """The package's own ASE calculator for this model."""

@@ -96,7 +96,7 @@ def finetune(
             valid,
             keys=keys,
             count=count,
-            scaled=calibrate,
+            calibrated=calibrate,
             backbone=backbone,
             weights=weights,
             trust=trust,

@@ -35,13 +35,15 @@ def run(
     console.print(str(found))
     with in_file(data):
         check_structures(loaded.backbone, structures, range(len(structures)))
-    record = scale(loaded, structures, data=data.name, samples=samples, seed=seed, level=level, console=console)
+    record = calibrate_and_say(
+        loaded, structures, data=data.name, samples=samples, seed=seed, level=level, console=console
+    )
     loaded.save(out)
     console.print(f"the scaled model is {out}")
     return record
 
 
-def scale(
+def calibrate_and_say(
     trained: Method,
     structures: Sequence[Atoms],
     *,
@@ -49,7 +51,6 @@ def scale(
     samples: int = 16,
     seed: int = 0,
     level: float = LEVEL,
-    offsets: bool = True,
     chunk_atoms: int | None = None,
     console: Console,
 ) -> dict[str, Any]:
@@ -61,7 +62,6 @@ def scale(
             samples=samples,
             seed=seed,
             level=level,
-            offsets=offsets,
             chunk_atoms=chunk_atoms,
             progress=counter(bar, "calibrating"),
         )

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import json
-import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from rich.console import Console
 from pmlip import methods
 from pmlip.backbones import load_backbone
 from pmlip.chunks import FIXED_ATOMS
-from pmlip.commands.calibrate import scale
+from pmlip.commands.calibrate import calibrate_and_say
 from pmlip.commands.checks import check_structures, chosen, chosen_device, in_file
 from pmlip.config import FinetuneConfig
 from pmlip.files import write_json
@@ -27,7 +26,8 @@ from pmlip.methods.base import Method
 from pmlip.progress import progress_bar, resumable
 from pmlip.reading import read_structures
 from pmlip.record import environment
-from pmlip.structures import check_labels, fingerprint, labels
+from pmlip.samples import STILL
+from pmlip.structures import check_labels, evenly, fingerprint, labels
 from pmlip.training import finetune, seconds_per_step
 
 FEWEST_FOR_CALIBRATION, MOST_FOR_CALIBRATION = 4, 64  # structures: below, one of them decides; above, it takes long
@@ -39,7 +39,7 @@ def run(
     *,
     keys: Mapping[str, str | None],
     count: int | None,
-    scaled: bool,
+    calibrated: bool,
     backbone: str,
     weights: Path | None,
     trust: bool,
@@ -81,7 +81,7 @@ def run(
             "valid": valid,
             **keys,
             "count": count,
-            "calibrate": scaled,
+            "calibrate": calibrated,
             "backbone": backbone,
             "weights": weights,
         }
@@ -125,9 +125,10 @@ def run(
         },
         **environment(),
     }
-    if scaled and trained.learns_spread:
+    if calibrated and trained.calibrated_at_end:
         data = valid.name if valid else f"what was held out of {train.name}"
-        _scale(trained, held_out, data, offsets=config.offsets, console=console)
+        trained.save(out / "model.pt")  # nothing that happens now costs the run
+        _calibrate(trained, held_out, data, console)
     trained.save(out / "model.pt")
     summary = {"backbone": backbone, "method": method, "options": dict(options), **trained.record}
     summary["fingerprints"] = [fingerprint([atoms])[:16] for atoms in (*structures, *held_out)]
@@ -154,17 +155,23 @@ def _fabric(device: str | None) -> Fabric:
     return fabric
 
 
-def _scale(trained: Method, held_out: Sequence[Atoms], data: str, *, offsets: bool, console: Console) -> None:
+def _calibrate(trained: Method, held_out: Sequence[Atoms], data: str, console: Console) -> None:
     """Scale the spread to the validation data, as far as they allow."""
-    usable = [atoms for atoms in held_out if bool(labels([atoms]).forces.isfinite().all())]
-    some = usable[:: math.ceil(len(usable) / MOST_FOR_CALIBRATION) or 1]
-    if len(some) < FEWEST_FOR_CALIBRATION:
+    usable = [atoms for atoms in held_out if _tells_of_errors(atoms)]
+    if len(usable) < FEWEST_FOR_CALIBRATION:
         console.print(
-            f"{len(some)} validation structures with forces are too few to scale the spread to: it is as trained; "
-            "`pmlip calibrate` scales it to others"
+            f"{len(usable)} validation structures with forces other than zero are too few to scale the spread to: it "
+            "is as trained; `pmlip calibrate` scales it to others"
         )
         return
-    scale(trained, some, data=data, offsets=offsets, chunk_atoms=FIXED_ATOMS, console=console)
+    some = evenly(usable, MOST_FOR_CALIBRATION)
+    calibrate_and_say(trained, some, data=data, chunk_atoms=FIXED_ATOMS, console=console)
+
+
+def _tells_of_errors(atoms: Atoms) -> bool:
+    """Whether it has forces that symmetry does not fix."""
+    forces = labels([atoms]).forces
+    return bool(forces.isfinite().all() and (forces.abs() > STILL).any())
 
 
 def _split(available: int, count: int | None, seed: int, path: Path) -> tuple[list[int], list[int]]:

@@ -105,7 +105,7 @@ class Method(nn.Module, ABC):
             "no function to hand out"
         )
 
-    learns_spread = False  # on the training data, where errors are not those elsewhere; it can be scaled afterwards
+    calibrated_at_end = False  # whether its spread is scaled to validation data after training
 
     def scale_spread(self, factor: float) -> None:
         """Make the spread larger or smaller by about this factor; the prediction without noise stays as it is."""

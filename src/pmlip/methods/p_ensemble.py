@@ -14,7 +14,7 @@ class PEnsemble(Ensemble):
 
     name = "p-ensemble"
     trains_on_samples = True
-    learns_spread = True
+    calibrated_at_end = True
     fixed_samples = None
 
     def __init__(self, backbone: Backbone, *, members: int = 3, noise_dim: int = 128) -> None:

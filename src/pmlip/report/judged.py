@@ -42,8 +42,11 @@ class Forces:
     @classmethod
     def of(cls, evaluation: Evaluation) -> "Forces":
         drawn, target = evaluation.drawn, evaluation.target.forces.double().numpy()
-        samples = drawn.forces.double().numpy()
-        return cls(samples, target, samples.mean(0), samples.std(0, ddof=1), drawn.system.numpy())
+        samples, system = drawn.forces.double().numpy(), drawn.system.numpy()
+        mean, spread = samples.mean(0), samples.std(0, ddof=1)
+        # perfect crystals, whose forces symmetry fixes, say nothing
+        kept = np.isin(system, system[(spread > STILL).any(-1)])
+        return cls(samples[:, kept], target[kept], mean[kept], spread[kept], system[kept])
 
     @cached_property
     def atom_error(self) -> np.ndarray:
@@ -117,5 +120,7 @@ def score_row(judged: Judged) -> dict[str, Any]:
     for name, key, scale, digits in (("energy: MAE, meV/atom", "mae", 1e3, 1), ("SSR of energies", "ssr", 1, 2)):
         if key in energy:
             cells[name] = (f"{scale * energy[key]:.{digits}f}", None, None)
-    size = f"{judged.evaluation.structures} structures, {len(forces.target)} atoms, K = {count}"
+    shown, given = len(np.unique(forces.system)), judged.evaluation.structures
+    of_given = "" if shown == given else f" of {given} (in the others symmetry fixes the forces)"
+    size = f"{shown} structures{of_given}, {len(forces.target)} atoms, K = {count}"
     return {"model": judged.model, "data": judged.data, "size": size, "cells": cells}

@@ -17,8 +17,9 @@ def view(judged: Judged) -> str:
     import chemiscope
 
     forces = judged.forces
-    largest = np.array([forces.atom_spread[forces.system == i].max() for i in range(len(judged.evaluation.listed))])
-    chosen = np.argsort(-largest)[:SHOWN]
+    there = np.unique(forces.system)
+    largest = np.array([forces.atom_spread[forces.system == i].max() for i in there])
+    chosen = there[np.argsort(-largest)[:SHOWN]]
     atoms = np.concatenate([np.flatnonzero(forces.system == i) for i in chosen])
     structures = [
         Atoms(s.symbols, s.positions, cell=s.cell, pbc=s.pbc) for s in (judged.evaluation.listed[i] for i in chosen)
