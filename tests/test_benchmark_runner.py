@@ -75,8 +75,9 @@ if __name__ == "__main__":
     assert all(json.loads(file.read_text()) for file in results.iterdir())
 
 
-def test_an_interrupted_run_begins_no_other_cell(folders):
-    """Ctrl-C reaches the workers too, which would go on with what is queued for them."""
+@pytest.fixture
+def begun(folders):
+    """A run whose first cell has begun."""
     results, notes = folders
     file = notes / "script.py"
     file.write_text(f"""
@@ -93,14 +94,37 @@ if __name__ == "__main__":
     while not (notes / CELLS[0].name).exists():
         assert process.poll() is None
         time.sleep(0.05)
+    return process, notes
+
+
+def test_an_interrupted_run_begins_no_other_cell(begun):
+    """Ctrl-C reaches the workers too, which would go on with what is queued for them."""
+    process, notes = begun
     os.killpg(process.pid, signal.SIGINT)
     process.wait(timeout=20)  # less than a cell takes
     assert [(notes / cell.name).exists() for cell in CELLS] == [True, False, False, False]
 
 
+def test_workers_end_with_a_run_that_is_killed(begun):
+    """The signal reaches the parent alone: its workers would work for nobody, and beside those of the next run."""
+    process, notes = begun
+    process.kill()
+    process.wait(timeout=20)
+    heart = notes / CELLS[0].name
+    for _ in range(20):
+        before = heart.stat().st_mtime_ns
+        time.sleep(1)
+        if heart.stat().st_mtime_ns == before:
+            break
+    else:
+        pytest.fail("the worker goes on")
+    assert not (notes / CELLS[1].name).exists()
+
+
 def marked(cell, *, note):
-    (Path(note) / cell.name).touch()
-    time.sleep(60)
+    for _ in range(600):
+        (Path(note) / cell.name).touch()
+        time.sleep(0.1)
 
 
 def slow(cell):

@@ -39,6 +39,19 @@ def test_tan_silica_is_converted_to_electronvolts(tmp_path):
         np.testing.assert_allclose(labels(read).forces, labels(original).forces, atol=1e-7)
 
 
+def test_one_electronvolt_is_23_kilocalories_per_mole(tmp_path):
+    """In numbers of its own, so that no error can cancel: of energies and of forces."""
+    (atoms,) = silica()[:1]
+    per_atom = atoms.get_potential_energy() / len(atoms)
+    forces = np.full((6, 3), 23.060548)
+    other = Atoms(atoms.symbols, atoms.positions, cell=atoms.cell, pbc=True)
+    other.calc = SinglePointCalculator(other, energy=23.060548 * 6 * per_atom, forces=forces)
+    write(tmp_path / "train.xyz", other, format="extxyz")
+    (read,) = datasets.tan_silica(tmp_path / "train.xyz")
+    assert read.get_potential_energy() == pytest.approx(6 * per_atom, rel=1e-6)
+    np.testing.assert_allclose(read.get_forces(), 1.0, rtol=1e-6)
+
+
 def test_zeo22_is_read_from_its_npz(tmp_path):
     original = silica()
     np.savez(

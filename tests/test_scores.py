@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from pmlip.benchmark.speed import double_sum
-from pmlip.scores import almost_fair_crps, energy_score, fair_crps, standard_crps
+from pmlip.scores import almost_fair_crps, energy_score, fair_crps, fair_crps_of_scaled, standard_crps
 
 # few different values, so that ties among samples and with the target are common
 NUMBERS = st.one_of(st.sampled_from([-1.0, 0.0, 0.5, 2.0]), st.floats(-1e3, 1e3, width=32))
@@ -143,3 +143,15 @@ def test_the_energy_score_of_scalars_is_refused():
 def test_negative_fairness_is_refused():
     with pytest.raises(ValueError, match=r"must not be negative \(0: standard, 1: fair\), got -0.5"):
         almost_fair_crps(torch.zeros(2, 1), torch.zeros(1), fairness=-0.5)
+
+
+@pytest.mark.parametrize("count", [8, 32])
+@pytest.mark.parametrize("factor", [0.6, 1.0, 1.8, 6.0])
+def test_the_score_of_scaled_samples_is_that_of_samples_with_that_spread(factor, count):
+    """Scaled about the mean of K samples, samples of a wide law would score too well, of a narrow one too badly."""
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randn(count, 200_000, generator=generator, dtype=torch.float64)
+    target = torch.randn(200_000, generator=generator, dtype=torch.float64)
+    expected = fair_crps(draws, target).mean()
+    found = fair_crps_of_scaled(draws / factor, target, factor).mean()
+    assert float(found) == pytest.approx(float(expected), rel=5e-3)

@@ -45,7 +45,7 @@ def test_a_stress_without_a_cell_is_no_label():
     assert labels(bare).stress.isnan().all()
     check_labels([atoms, bare], ["energy", "forces", "stress"], missing=False)  # and none is asked for
     del atoms.calc.results["stress"]
-    with pytest.raises(StructureError, match="structure 1 .*carries no stress, and 1 of 2"):
+    with pytest.raises(StructureError, match=r"structure 1 .*carries no stress, and 1 of 2"):
         check_labels([labelled(forces=np.ones((2, 3)), stress=np.zeros(6)), atoms], ["stress"], missing=False)
 
 

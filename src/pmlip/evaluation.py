@@ -44,7 +44,13 @@ class Evaluation:
 
     def scaled(self, factor: float, *, energy: float | None = None) -> "Evaluation":
         """The same with the spread times this factor, about the mean; energy: a factor of its own for the energies."""
-        return _judged(self.drawn.scaled(factor, energy=energy), self.point, self.target, self.seconds, self.listed)
+        scaled = _judged(self.drawn.scaled(factor, energy=energy), self.point, self.target, self.seconds, self.listed)
+        for name, scored in scaled.scores.items():  # what is scaled about the mean of few samples has no fair score
+            own = energy if name == "energy" and energy is not None else factor
+            values, label = _entries(name, self.drawn, self.target)
+            present = label.isfinite() & values.isfinite().all(0)
+            scored["crps"] = float(scores.fair_crps_of_scaled(values[:, present], label[present], own).mean())
+        return scaled
 
 
 def evaluate(
@@ -82,12 +88,15 @@ def _judged(drawn: Samples, point: Outputs, target: Outputs, seconds: float, lis
     return Evaluation(drawn.count, drawn.systems, result, seconds, spread, error, drawn, point, target, listed)
 
 
+def _entries(name: str, values: Outputs | Samples, target: Outputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """An output and its label, in double precision; energies per atom."""
+    unit = target.atoms_per_system if name == "energy" else 1
+    return values[name].double() / unit, target[name].double() / unit
+
+
 def _scores(name: str, drawn: Samples, point: Outputs, target: Outputs) -> dict[str, float]:
-    label = target[name].double()
-    values, mean, zero = drawn[name].double(), drawn.mean[name].double(), point[name].double()
-    if name == "energy":
-        atoms = target.atoms_per_system
-        values, mean, zero, label = values / atoms, mean / atoms, zero / atoms, label / atoms
+    values, label = _entries(name, drawn, target)
+    mean, zero = values.mean(0), _entries(name, point, target)[0]
     present = label.isfinite() & mean.isfinite()
     result = {
         "mae": float((mean - label)[present].abs().mean()),

@@ -9,6 +9,7 @@ that O(K log K) time and O(K) memory. Where samples tie, the gradient is that of
 term pulls none of them apart.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,22 @@ def fair_crps(samples: Tensor, target: Tensor) -> Tensor:
     samples (sample, ...), target (...). With one sample, the absolute error.
     """
     return almost_fair_crps(samples, target, fairness=1.0)
+
+
+def fair_crps_of_scaled(samples: Tensor, target: Tensor, factor: float) -> Tensor:
+    """The fair CRPS of the law whose spread is `factor` times that of the samples, about the same mean.
+
+    The mean m of the samples is off by their spread / sqrt(K), that of scaled ones would be off by f times that. So
+    each sample is put where it is as far from the truth as a scaled one, at m + g (x - m) with g^2 (1 - 1/K) =
+    f^2 - 1/K, and pairs of samples count as f times as far apart as they are.
+    """
+    if factor == 1:
+        return fair_crps(samples, target)
+    count, mean = len(samples), samples.mean(0)
+    stretch = math.sqrt(max(factor**2 - 1 / count, 0.0) / (1 - 1 / count))
+    moved = mean + stretch * (samples - mean)
+    apart = (samples - target).abs().mean(0) - fair_crps(samples, target)
+    return (moved - target).abs().mean(0) - factor * apart
 
 
 def standard_crps(samples: Tensor, target: Tensor) -> Tensor:

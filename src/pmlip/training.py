@@ -349,7 +349,8 @@ class _Run:
         part = self.valid[self.fabric.global_rank :: self.fabric.world_size]
         terms = dict.fromkeys(self.scales, 0.0)
         if part:
-            samples = self.model.sample(part, samples=self.model.fixed_samples or self.config.validation_samples)
+            count = self.model.fixed_samples or self.config.validation_samples
+            samples = self.model.sample(part, samples=count, seed=SEED_OF_FIT)
             loss = losses.crps_loss(
                 samples, labels(part), weights=self.weights, carriers=losses.count_carriers(labels(self.valid))
             )

@@ -318,5 +318,7 @@ def _load_trained(cell: Cell, preset: Preset, folder: Path) -> tuple[Method, dic
         )
     method = _make(cell.method, preset.recipes[cell.method])
     record = torch.load(file, weights_only=True)
+    if record["settings"] != _described(cell, preset, None):
+        raise ValueError(f"{file} was trained with other settings; remove it and the result file of its cell")
     method.load_state_dict(record.pop("state"))
     return method, record

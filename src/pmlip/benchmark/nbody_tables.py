@@ -3,7 +3,7 @@
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from pmlip.benchmark.publish import Results, draw_score, empty_figure, over_seeds
+from pmlip.benchmark.publish import Results, draw_score, empty_figure, over_seeds, with_deviation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,7 +62,7 @@ def table(results: Results) -> str:
 
     def cell(row: dict[str, Any], name: str, key: str) -> str:
         value = row.get(key)
-        return "" if value is None else f"{SCALES[name] * value['mean']:.2f} ± {SCALES[name] * value['std']:.2f}"
+        return "" if value is None else with_deviation(value, SCALES[name])
 
     for row in summary(results):
         columns = [(name, key) for name in SCALES for key in (name, f"{name}_as_trained", f"paper_{name}")]
@@ -86,7 +86,7 @@ def overview(results: Results) -> str:
             row = rows.get((method, size), {})
             crps, ssr = row.get(f"{prefix}crps"), row.get(f"{prefix}ssr")
             ratio = f" ({ssr['mean']:.2f})" if ssr else ""
-            cells.append(f"{1e2 * crps['mean']:.2f} ± {1e2 * crps['std']:.2f}{ratio}" if crps else "")
+            cells.append(with_deviation(crps, 1e2) + ratio if crps else "")
         return f"| {title} | {' | '.join(cells)} |" if any(cells) else ""
 
     for method in METHODS:
@@ -126,7 +126,7 @@ def ablations(results: Results) -> str:
             over_seeds([scale * result["test_as_trained"][score] for result in found])
             for score, scale in SCALES.items()
         ]
-        texts = [f"{score['mean']:.2f} ± {score['std']:.2f}" for score in scores]
+        texts = [with_deviation(score) for score in scores]
         passes = statistics.mean(result["training"]["passes"] for result in found)
         lines.append(f"| {name.partition('+')[2]} | {' | '.join(texts)} | {passes:.1e} | {len(found)} |")
     return "\n".join(lines) + "\n"

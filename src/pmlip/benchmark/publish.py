@@ -44,6 +44,12 @@ def over_seeds(values: Sequence[float]) -> dict[str, float]:
     return {"mean": statistics.mean(values), "std": statistics.stdev(values) if len(values) > 1 else 0.0}
 
 
+def with_deviation(value: dict[str, float], scale: float = 1.0, digits: int = 2) -> str:
+    """Mean ± standard deviation; of one seed there is none."""
+    deviation = f" ± {scale * value['std']:.{digits}f}" if value["std"] else ""
+    return f"{scale * value['mean']:.{digits}f}{deviation}"
+
+
 def check_installed() -> None:
     """Refuse to begin where no figure could be drawn in the end."""
     if importlib.util.find_spec("matplotlib") is None:

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -105,7 +106,16 @@ def read_cells(folder: Path) -> dict[Cell, dict[str, Any]]:
 def _begin_worker() -> None:
     """One thread, and deaf to Ctrl-C, which would end the cell only: the next one would begin before we stop it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["OMP_NUM_THREADS"] = "1"  # for what is imported from here on
     import torch
 
     torch.set_num_threads(1)
+
+
+def _end_with_parent() -> None:
+    """Without the process that writes results, work is for nothing, and it would begin the next cell."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

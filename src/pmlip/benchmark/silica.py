@@ -27,6 +27,7 @@ from pmlip.methods import Method
 from pmlip.methods.ensemble import Ensemble
 from pmlip.methods.p_ensemble import PEnsemble
 from pmlip.model import load
+from pmlip.noise import SEED_OF_FIT
 from pmlip.record import environment, slug
 from pmlip.structures import fingerprint, labels, require_labels
 from pmlip.training import finetune
@@ -83,8 +84,12 @@ def run(
     composed = [cell for cell in cells if made_of(cell)]
     needed = [part for cell in composed for part in made_of(cell)]
     trained = list(dict.fromkeys([cell for cell in cells if not made_of(cell)] + needed))
-    for cell, result in read_cells(folder).items():
-        if cell in (*trained, *composed) and result["settings"] != _described(settings, cell, hashes[cell.size]):
+    for cell, result in read_cells(folder).items():  # one table holds them all
+        if not cell.method.startswith(f"{prefix}-"):
+            continue
+        if cell.size not in hashes:
+            hashes[cell.size] = splits(cell.size, settings).hash
+        if result["settings"] != _described(settings, cell, hashes[cell.size]):
             raise ValueError(f"{cell.file(folder)} was made with other settings; give another folder with --out")
     _check_weights(composed, folder)
     job = partial(work, settings=settings, folder=folder, device=device)
@@ -266,17 +271,21 @@ def work(cell: Cell, *, settings: SilicaSettings, folder: Path, device: str = "c
         result["unseen"][place] = _flat(outside[place]) | (compare(inside, outside[place]) if has_spread else {})
     if has_spread and outside:
         result["test_and_unseen"] = rank_together([inside, *outside.values()])
+        three = {place: other.subset(3) for place, other in outside.items()}  # beside ensembles, which have no more
+        result["unseen_three_samples"] = {place: compare(inside.subset(3), other) for place, other in three.items()}
+        result["test_and_unseen_three_samples"] = rank_together([inside.subset(3), *three.values()])
     return {**result, "settings": _described(settings, cell, data.hash), **environment()}
 
 
 def _spread_factors(model: Method, valid: Sequence[Atoms], settings: SilicaSettings) -> tuple[float, float]:
     """The factors for the spread that suit the forces and the energies of the validation data best.
 
-    1 for the Gaussians, which are fitted to them already, and where the samples are too few to tell.
+    1 for the Gaussians, which are fitted to them already, and for ensembles, whose samples are too few to tell.
     """
     if model.fixed_samples is not None or model.needs_validation:
         return 1.0, 1.0
-    drawn, target = model.sample(valid, samples=settings.test_samples), labels(valid)
+    # of a seed of their own: what is chosen by some samples must not be tested by the same
+    drawn, target = model.sample(valid, samples=settings.test_samples, seed=SEED_OF_FIT), labels(valid)
     atoms = target.atoms_per_system
     return (
         best_factor(drawn.forces.double(), target.forces),

@@ -3,7 +3,7 @@
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from pmlip.benchmark.publish import Results, draw_score, empty_figure, over_seeds
+from pmlip.benchmark.publish import Results, draw_score, empty_figure, over_seeds, with_deviation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,6 +20,7 @@ COLUMNS = {  # name -> title, scale and digits
     "ssr_as_trained": ("as trained", 1, 2),
     "directions": ("directions", 1, 1),
     "spearman": ("Spearman", 1, 2),
+    "spearman_three_samples": ("of 3 samples", 1, 2),
     "spearman_of_force": ("of the force", 1, 2),
     "energy_crps": ("E-CRPS", 1e3, 2),
     "energy_ssr": ("E-SSR", 1, 2),
@@ -54,9 +55,10 @@ def summary(results: Results) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"backbone": backbone, "data": data, "size": size, "method": method, "seeds": len(found)}
         row["samples"] = found[0]["samples"]
         for name in COLUMNS:
-            place = "test_as_trained" if name.endswith("_as_trained") else "test"
-            score = name.removesuffix("_as_trained")
-            values = [result[place][score] for result in found if score in result[place]]
+            ending = next((ending for ending in ("_as_trained", "_three_samples") if name.endswith(ending)), "")
+            score = name.removesuffix(ending)
+            places = [result.get(f"test{ending}", result["test"]) for result in found]  # an ensemble has three
+            values = [place[score] for place in places if score in place]
             if values:
                 row[name] = over_seeds(values)
         if backbone == PAPER_BACKBONE and found[0]["settings"]["data"].startswith(PAPER_READER):
@@ -69,8 +71,9 @@ def summary(results: Results) -> list[dict[str, Any]]:
             }
             for place in found[0]["unseen"]
         }
-        if together := [result["test_and_unseen"] for result in found if "test_and_unseen" in result]:
-            row["test_and_unseen"] = {name: over_seeds([scores[name] for scores in together]) for name in together[0]}
+        for name in ("test_and_unseen", "test_and_unseen_three_samples"):
+            if together := [result[name] for result in found if name in result]:
+                row[name] = {key: over_seeds([scores[key] for scores in together]) for key in together[0]}
         for part in ("training", "prediction"):
             row[f"{part}_seconds"] = statistics.mean(result[part]["seconds"] for result in found)
             row[f"{part}_passes"] = statistics.mean(result[part]["passes"] for result in found)
@@ -81,12 +84,8 @@ def summary(results: Results) -> list[dict[str, Any]]:
 def _value(row: dict[str, Any], name: str) -> str:
     _, scale, digits = COLUMNS[name]
 
-    def text(value: dict[str, float]) -> str:
-        spread = f" ± {scale * value['std']:.{digits}f}" if value["std"] else ""
-        return f"{scale * value['mean']:.{digits}f}{spread}"
-
-    paper = f" (paper {text(row[f'paper_{name}'])})" if f"paper_{name}" in row else ""
-    return text(row[name]) + paper if name in row else ""
+    paper = f" (paper {with_deviation(row[f'paper_{name}'], scale, digits)})" if f"paper_{name}" in row else ""
+    return with_deviation(row[name], scale, digits) + paper if name in row else ""
 
 
 def _by_place(results: Results) -> dict[tuple[str, str], list[dict[str, Any]]]:
@@ -133,10 +132,11 @@ def unseen_table(results: Results) -> str:
                 *(row["size"], row["method"]),
                 *(_apart(row["unseen"][place]) for place in places),
                 _ranked(row["test_and_unseen"]),
+                _ranked(row.get("test_and_unseen_three_samples", row["test_and_unseen"])),
             ]
             for row in rows
         ]
-        heading = ["n", "method", *places, "Spearman, test and these together"]
+        heading = ["n", "method", *places, "Spearman, test and these together", "of 3 samples"]
         parts.append(f"{backbone} on {data}:\n\n{_markdown(heading, lines)}")
     return "\n".join(parts)
 

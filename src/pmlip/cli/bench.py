@@ -113,7 +113,7 @@ def silica(
     test: Annotated[
         int | None, typer.Option(min=3, help="Structures to test on, 400 by default, where the data has no such part.")
     ] = None,
-    samples: Annotated[int, typer.Option(min=2, help="Samples K at test.")] = 32,
+    samples: Annotated[int, typer.Option(min=3, help="Samples K at test.")] = 32,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of each fine-tuning; by default about 600.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Structures in a step.")] = FinetuneConfig.batch,
     chunk: Annotated[int | None, typer.Option(min=1, help="Samples in one pass of a step; by default all.")] = None,
