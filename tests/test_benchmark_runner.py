@@ -46,6 +46,19 @@ def test_a_cell_that_fails_does_not_stop_the_others(folders):
     assert len(read_cells(results)) == 4
 
 
+def test_a_worker_that_dies_takes_no_other_cells_along(folders):
+    results, _ = folders
+    with pytest.raises(CellError, match=f"1 of 4 cells failed: {CELLS[1].name}"):
+        run_cells(CELLS, dies_once, results)
+    assert set(read_cells(results)) == {CELLS[0], CELLS[2], CELLS[3]}
+
+
+def dies_once(cell):
+    if cell == CELLS[1]:
+        os._exit(1)
+    return {"value": cell.seed}
+
+
 def test_a_killed_run_is_resumed_and_gives_what_an_uninterrupted_one_gives(folders):
     results, notes = folders
     script = f"""

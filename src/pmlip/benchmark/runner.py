@@ -5,8 +5,10 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,32 +56,55 @@ def run_cells(
     waiting = [cell for cell in cells if not cell.file(folder).exists()]
     if len(waiting) < len(cells):
         console.print(f"{len(cells) - len(waiting)} of {len(cells)} cells are finished already")
-    failures = {}
-    with (
-        progress_bar(console) as bar,
-        ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_begin_worker) as pool,
-    ):
+    failures: dict[str, BaseException] = {}
+    with progress_bar(console) as bar:
         task = bar.add_task("cells", total=len(waiting))
-        running = {pool.submit(work, cell): cell for cell in waiting}
+
+        def finished(cell: Cell, future: "Future[dict[str, Any]]") -> None:
+            error = future.exception()
+            if error is None:
+                write_json(cell.file(folder), future.result())
+            else:
+                failures[cell.name] = error
+                # now, not only when all others are finished
+                console.print(f"{cell.name} failed: {error}", markup=False)
+            bar.update(task, advance=1, description=f"cells, last {cell.name}")
+
+        queue = deque(waiting)
+        while queue:  # once, unless a worker dies
+            _run_until_broken(queue, work, finished, jobs)
+    if failures:
+        reasons = "; ".join(f"{name}: {error}" for name, error in failures.items())
+        raise CellError(f"{len(failures)} of {len(cells)} cells failed: {reasons}")
+
+
+def _run_until_broken(
+    queue: deque[Cell],
+    work: Callable[[Cell], dict[str, Any]],
+    finished: Callable[[Cell, "Future[dict[str, Any]]"], None],
+    jobs: int,
+) -> None:
+    """Take cells from the queue until it is empty, or until a worker dies, out of memory say, and its pool with it."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin_worker) as pool:
+        running: dict[Future[dict[str, Any]], Cell] = {}
+        broken = False
         try:
-            for future in as_completed(running):
-                cell = running[future]
-                error = future.exception()
-                if error is None:
-                    write_json(cell.file(folder), future.result())
-                else:
-                    failures[cell.name] = error
-                    # now, not only when all others are finished
-                    console.print(f"{cell.name} failed: {error}", markup=False)
-                bar.update(task, advance=1, description=f"cells, last {cell.name}")
+            while running or (queue and not broken):
+                while queue and len(running) < jobs and not broken:
+                    try:
+                        running[pool.submit(work, queue[0])] = queue[0]
+                        queue.popleft()
+                    except BrokenProcessPool:
+                        broken = True
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    broken = broken or isinstance(future.exception(), BrokenProcessPool)
+                    finished(running.pop(future), future)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for worker in multiprocessing.active_children():
                 worker.terminate()
             raise
-    if failures:
-        reasons = "; ".join(f"{name}: {error}" for name, error in failures.items())
-        raise CellError(f"{len(failures)} of {len(cells)} cells failed: {reasons}")
 
 
 def run_rounds(rounds: Sequence[Sequence[Cell]], run: Callable[[Sequence[Cell]], None]) -> None:
