@@ -74,6 +74,20 @@ def test_where_symmetry_makes_all_forces_zero_the_energies_are_scored(model):
     assert "ssr" not in result.scores["forces"]
 
 
+def test_the_best_ranking_is_that_of_a_model_whose_samples_hold_the_truth(model):
+    data = molecules(30)
+    truths = model.sample(data, samples=20, seed=7)
+    found = []
+    for k in range(20):
+        labelled = [atoms.copy() for atoms in data]
+        for index, atoms in enumerate(labelled):
+            atoms.calc = SinglePointCalculator(atoms, forces=truths.forces[k][truths.system == index].numpy())
+        result = evaluate(model, labelled, samples=32).scores["forces"]
+        found.append(result["spearman_structure"])
+    assert 0.2 < result["spearman_structure_at_best"] < 0.95
+    assert np.mean(found) == pytest.approx(result["spearman_structure_at_best"], abs=0.15)
+
+
 def test_sets_are_ranked_together_as_one_set(model):
     structures = molecules(12)
     whole = evaluate(model, structures, samples=8)

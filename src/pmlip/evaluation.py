@@ -116,6 +116,8 @@ def _scores(name: str, drawn: Samples, point: Outputs, target: Outputs) -> dict[
         result["coverage_95"] = metrics.coverage(mean[moving], spread[moving], label[moving], drawn.count)
     if name == "forces" and bool(present.all()):
         result |= _ranking(mean, spread, label, drawn.system)
+        if "spearman_structure" in result and drawn.count > 3:
+            result["spearman_structure_at_best"] = _ranking_at_best(values, drawn.system)
         if bool(moving.any()):
             result["directions"] = metrics.effective_directions(values, drawn.system)
     return result
@@ -132,6 +134,21 @@ def _ranking(mean: torch.Tensor, spread: torch.Tensor, label: torch.Tensor, syst
             result[f"spearman_{level}_of_force"] = metrics.spearman(error, force)
             result[f"spearman_{level}_given_force"] = metrics.partial_spearman(error, variance, force)
     return result
+
+
+def _ranking_at_best(samples: torch.Tensor, system: torch.Tensor) -> float:
+    """What the correlation of the structures would be if the spread were right: each sample in turn as the truth.
+
+    Errors scatter around any spread, and where all structures have nearly the same one, none can rank them well.
+    """
+    count, total, squares = len(samples), samples.sum(0), samples.square().sum(0)
+    found = []
+    for truth in samples:
+        mean = (total - truth) / (count - 1)
+        variance = (squares - truth.square() - (count - 1) * mean.square()) / (count - 2)
+        error, spread = (mean_per_system(x, system, int(system[-1]) + 1) for x in ((mean - truth).square(), variance))
+        found.append(metrics.spearman(error, spread))
+    return float(np.mean(found))
 
 
 def compare(inside: Evaluation, outside: Evaluation) -> dict[str, float]:

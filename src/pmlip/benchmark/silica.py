@@ -355,6 +355,7 @@ def _flat(evaluation: Evaluation) -> dict[str, float]:
         "spread": "force_spread",
         "directions": "directions",
         "spearman_structure": "spearman",
+        "spearman_structure_at_best": "spearman_at_best",
         "spearman_structure_of_force": "spearman_of_force",
         "spearman_structure_given_force": "spearman_given_force",
         "spearman_atom": "spearman_atom",

@@ -20,6 +20,7 @@ COLUMNS = {  # name -> title, scale and digits
     "ssr_as_trained": ("as trained", 1, 2),
     "directions": ("directions", 1, 1),
     "spearman": ("Spearman", 1, 2),
+    "spearman_at_best": ("at best", 1, 2),
     "spearman_three_samples": ("of 3 samples", 1, 2),
     "spearman_of_force": ("of the force", 1, 2),
     "energy_crps": ("E-CRPS", 1e3, 2),

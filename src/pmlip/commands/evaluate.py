@@ -144,8 +144,10 @@ def _table(name: str, result: Evaluation) -> Table:
         table.add_row(title, *cells, *ratios)
     forces = result.scores.get("forces", {})
     if "spearman_structure" in forces:
+        at_best = forces.get("spearman_structure_at_best")
+        best = "" if at_best is None else f"at best {at_best:.2f}, "
         table.caption = (
-            f"Spearman of spread and error: structures {forces['spearman_structure']:.2f} (|F| alone "
+            f"Spearman of spread and error: structures {forces['spearman_structure']:.2f} ({best}|F| alone "
             f"{forces['spearman_structure_of_force']:.2f}, beyond |F| {forces['spearman_structure_given_force']:.2f}), "
             f"atoms {forces['spearman_atom']:.2f} (|F| alone {forces['spearman_atom_of_force']:.2f})"
         )
