@@ -140,7 +140,7 @@ def test_members_of_an_ensemble_differ_and_are_deterministic_runs():
 def test_samples_of_a_p_ensemble_are_those_of_its_members_in_turn():
     made, data = train("p-ensemble", members=2)
     drawn = made.sample(data, samples=5, seed=3).forces
-    assert torch.equal(drawn[:2], made.sample(data, samples=2, seed=3).forces)
+    torch.testing.assert_close(drawn[:2], made.sample(data, samples=2, seed=3).forces)
     for number, part in enumerate(made.parts()):
         torch.testing.assert_close(drawn[number::2], part.sample(data, samples=5, seed=3).forces[number::2])
     torch.testing.assert_close(Deterministic(made.member(3, seed=3)).predict(data).forces, drawn[3])
@@ -154,7 +154,7 @@ def test_an_ensemble_of_trained_models_owns_copies_of_them():
     before = made.sample(data, samples=4).forces
     torch.testing.assert_close(before[1], parts[1].sample(data, samples=2).forces[1])
     parts[1].randomise(0.5, seed=7)
-    assert torch.equal(made.sample(data, samples=4).forces, before)
+    torch.testing.assert_close(made.sample(data, samples=4).forces, before)
 
 
 def test_an_ensemble_that_was_not_trained_has_no_spread():
