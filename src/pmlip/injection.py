@@ -85,9 +85,9 @@ class NoisyLayer(Mixin):
 class NoisyLinear(NoisyLayer):
     """For `nn.Linear` and its subclasses."""
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        out: Tensor = super().forward(*inputs)
-        shift = self.shift(inputs[0], out)
+    def forward(self, x: Any) -> Tensor:
+        out: Tensor = super().forward(x)
+        shift = self.shift(x, out)
         return out if shift is None else out + shift
 
     def fold(self) -> None:

@@ -10,22 +10,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from ase import Atoms
 from ase.calculators.calculator import Calculator
-from torch import Tensor
+from torch import Tensor, nn
 
 from pmlip.backbones.base import Backbone, Graph, conservative_outputs, distance_features
 from pmlip.files import atomic_write
 from pmlip.injection import Site
+from pmlip.layers import Gathered, GatheredLinear, become, gathered
 from pmlip.structures import StructureError
 
 try:
     from chgnet.graph import CrystalGraphConverter
     from chgnet.model import CHGNet
     from chgnet.model.dynamics import CHGNetCalculator
+    from chgnet.model.functions import MLP, GatedMLP
+    from chgnet.model.layers import AngleUpdate, AtomConv, BondConv
     from chgnet.model.model import BatchedGraph
     from pymatgen.io.ase import AseAtomsAdaptor
 except ImportError as error:
@@ -47,6 +51,84 @@ class Batch:
     angle: Tensor  # (angle, 5) node, bond i, edge i, bond j, edge j
 
 
+class SplitGatedMLP(GatedMLP):
+    """The package's gated MLP on rows that are not put together."""
+
+    def forward(self, rows: Gathered) -> Tensor:
+        core, gate = (_through(mlp, rows) for mlp in (self.mlp_core, self.mlp_gate))
+        if self.norm is not None:
+            core, gate = self.bn1(core), self.bn2(gate)
+        return self.activation(core) * self.sigmoid(gate)
+
+
+def _through(mlp: MLP, rows: Gathered) -> Any:
+    x: Any = rows
+    for layer in mlp.layers:
+        if not isinstance(layer, nn.Dropout):  # of nothing, and it takes no rows in parts
+            x = layer(x)
+    return x
+
+
+class SplitAtomConv(AtomConv):
+    def forward(
+        self,
+        atom_feas: Tensor,
+        bond_feas: Tensor,
+        bond_weights: Tensor,
+        atom_graph: Tensor,
+        directed2undirected: Tensor,
+    ) -> Tensor:
+        centre, neighbour = atom_graph.unbind(1)
+        bond = directed2undirected
+        rows = gathered((atom_feas, centre), (bond_feas, bond), (atom_feas, neighbour))
+        messages = self.twoBody_atom(rows) * bond_weights.index_select(0, bond)
+        return atom_feas + self.mlp_out(torch.zeros_like(atom_feas).index_add(0, centre, messages))
+
+
+class SplitBondConv(BondConv):
+    def forward(
+        self, atom_feas: Tensor, bond_feas: Tensor, bond_weights: Tensor, angle_feas: Tensor, bond_graph: Tensor
+    ) -> Tensor:
+        centre, first, second = bond_graph.unbind(1)
+        rows = gathered((bond_feas, first), (bond_feas, second), (angle_feas, None), (atom_feas, centre))
+        messages = self.twoBody_bond(rows) * bond_weights.index_select(0, first) * bond_weights.index_select(0, second)
+        return bond_feas + self.mlp_out(torch.zeros_like(bond_feas).index_add(0, first, messages))
+
+
+class SplitAngleUpdate(AngleUpdate):
+    def forward(self, atom_feas: Tensor, bond_feas: Tensor, angle_feas: Tensor, bond_graph: Tensor) -> Tensor:
+        centre, first, second = bond_graph.unbind(1)
+        rows = gathered((bond_feas, first), (bond_feas, second), (angle_feas, None), (atom_feas, centre))
+        return angle_feas + self.twoBody_bond(rows)
+
+
+SPLIT: dict[type[nn.Module], type[nn.Module]] = {
+    AtomConv: SplitAtomConv,
+    BondConv: SplitBondConv,
+    AngleUpdate: SplitAngleUpdate,
+}
+
+
+def _split(module: CHGNet) -> None:
+    """Let the message passing work in parts, a quarter less time for a step, where it is of the published kind."""
+    layers = [*module.atom_conv_layers, *module.bond_conv_layers, *module.angle_layers]
+    inner = [part for layer in layers for part in layer.modules()]
+    if (
+        any(type(layer) not in SPLIT or not layer.resnet for layer in layers)
+        or not all(getattr(layer, "use_mlp_out", True) for layer in layers)
+        or any(getattr(layer, f"{kind}_norm", None) for layer in layers for kind in ("atom", "bond", "angle"))
+        or any(part.p > 0 for part in inner if isinstance(part, nn.Dropout))
+    ):
+        return
+    for layer in layers:
+        become(layer, SPLIT[type(layer)])
+    for block in inner:
+        if type(block) is GatedMLP:
+            become(block, SplitGatedMLP)
+            for mlp in (block.mlp_core, block.mlp_gate):
+                become(next(part for part in mlp.layers if isinstance(part, nn.Linear)), GatheredLinear)
+
+
 class CHGNetBackbone(Backbone):
     name = "chgnet"
     equivariant = True
@@ -61,6 +143,7 @@ class CHGNetBackbone(Backbone):
                 "this CHGNet (0.2.0 or older) has biases that make a structure without angles depend on the others of "
                 "its batch; use 0.3.0 or later"
             )
+        _split(module)
         own = module.graph_converter
         self.converter = CrystalGraphConverter(
             atom_graph_cutoff=own.atom_graph_cutoff,

@@ -16,12 +16,11 @@ import torch
 from ase import Atoms
 from ase.calculators.calculator import Calculator
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pmlip.backbones.base import Backbone, Graph, conservative_outputs, distance_features
 from pmlip.files import atomic_write
 from pmlip.injection import Site
-from pmlip.layers import become
+from pmlip.layers import GatheredLinear, become, gathered
 from pmlip.structures import StructureError
 
 try:
@@ -35,27 +34,6 @@ except ImportError as error:
     raise ImportError("backbone 'orb' needs: pip install 'pmlip[orb]'") from error
 
 ELEMENTS = range(1, 118)  # Orb's embedding has 118 rows and begins at 0
-
-
-class EndsLinear(nn.Linear):
-    """A linear layer on [edge, sender, receiver]: the parts of the two ends are computed once per node."""
-
-    # takes its input in parts, or whole as the package's own layer does
-    def forward(self, edges: Tensor, nodes: Tensor | None = None, ends: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        if nodes is None:
-            return super().forward(edges)
-        return self.combine(edges, nodes, ends, self.weight, self.bias)
-
-    @staticmethod
-    def combine(
-        edges: Tensor, nodes: Tensor, ends: tuple[Tensor, Tensor] | None, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        assert ends is not None
-        width = nodes.shape[-1]
-        of_edge, of_sender, of_receiver = weight.split([edges.shape[-1], width, width], dim=1)
-        out = functional.linear(edges, of_edge, bias)
-        out = out + functional.linear(nodes, of_sender).index_select(0, ends[0])
-        return out + functional.linear(nodes, of_receiver).index_select(0, ends[1])
 
 
 class SplitInteraction(AttentionInteractionNetwork):
@@ -74,7 +52,7 @@ class SplitInteraction(AttentionInteractionNetwork):
         if cond_nodes is not None:
             nodes = nodes + self._cond_node_proj(cond_nodes)
         first, *rest = self._edge_mlp.mlp
-        messages = first(edges, nodes, (senders, receivers))
+        messages = first(gathered((edges, None), (nodes, senders), (nodes, receivers)))
         for layer in (*rest, *list(self._edge_mlp)[1:]):
             messages = layer(messages)
         received = torch.sigmoid(self._receive_attn(edges)) * cutoff
@@ -94,7 +72,7 @@ def _split(layer: Any) -> None:
         and layer._node_cond in ("none", "additive")
     ):
         become(layer, SplitInteraction)
-        become(layer._edge_mlp.mlp[0], EndsLinear)
+        become(layer._edge_mlp.mlp[0], GatheredLinear)
 
 
 class OrbBackbone(Backbone):

@@ -121,7 +121,7 @@ def prepare(cells: Sequence[Cell], preset: Preset, folder: Path, *, seeds: int) 
             raise ValueError(f"a training set of {cell.size} was asked for, but the data hold {held}")
     for cell, result in read_cells(folder).items():
         members = seeds - 1 if cell in cells else result["settings"].get("members")
-        if result["settings"] != _described(cell, preset, members):
+        if _completed(result["settings"]) != _described(cell, preset, members):
             raise ValueError(f"{cell.file(folder)} was made with other settings; give another folder with --out")
     for split in nbody_data.SPLITS:
         nbody_data.load(split, preset.settings.data)
@@ -135,6 +135,14 @@ def _described(cell: Cell, preset: Preset, members: int | None) -> dict[str, Any
         described["members"] = members
     read_back: dict[str, Any] = json.loads(json.dumps(described))  # lists for tuples
     return read_back
+
+
+def _completed(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings from a file; what a recipe did not name when it was written was as it is by default."""
+    if settings["recipe"] is None:
+        return settings
+    defaults = json.loads(json.dumps(asdict(Recipe())))
+    return settings | {"recipe": defaults | settings["recipe"]}
 
 
 def work(cell: Cell, *, preset: Preset, folder: Path, seeds: int) -> dict[str, Any]:

@@ -35,6 +35,12 @@ ALL_METHODS: dict[str, dict[str, Any]] = {
     "charge": {"network": {"node_input": "charge"}},
     "sharpness-aware": {"sharpness": 0.05, "epochs": 75},
 }
+# for all, on top of what had helped most
+ORTHOGONAL: dict[str, dict[str, Any]] = {
+    "orthogonal": {"orthogonal": True},
+    "orthogonal-rate-4e-3": {"orthogonal": True, "learning_rate": 4e-3},
+    "orthogonal-rate-4e-3-decay-0.3": {"orthogonal": True, "learning_rate": 4e-3, "weight_decay": 0.3},
+}
 OF_METHOD: dict[str, dict[str, dict[str, Any]]] = {
     "egnn": {
         "start-distance": {"network": {"distance": "start"}},
@@ -44,6 +50,7 @@ OF_METHOD: dict[str, dict[str, dict[str, Any]]] = {
         "rate-4e-3-decay-0.03": {"learning_rate": 4e-3, "weight_decay": 0.03},
         "rate-8e-3-long": {"learning_rate": 8e-3, "epochs": 300},
         "rate-4e-3-decay-0.3": {"learning_rate": 4e-3, "weight_decay": 0.3},
+        **ORTHOGONAL,
     },
     "blip": {
         "beta-1e-3": {"options": {"beta": 1e-3}},
@@ -53,6 +60,7 @@ OF_METHOD: dict[str, dict[str, dict[str, Any]]] = {
         "rate-4e-3-beta-1e-4": {"learning_rate": 4e-3, "options": {"beta": 1e-4}},
         "rate-4e-3-long-beta-1e-4": {"learning_rate": 4e-3, "epochs": 300, "options": {"beta": 1e-4}},
         "long-beta-1e-3": {"epochs": 300, "options": {"beta": 1e-3}},
+        **{f"{name}-beta-1e-3": change | {"options": {"beta": 1e-3}} for name, change in ORTHOGONAL.items()},
     },
     "mc-dropout": {
         "share-0.02": {"options": {"share": 0.02}},
@@ -62,6 +70,7 @@ OF_METHOD: dict[str, dict[str, dict[str, Any]]] = {
         "rate-4e-3-share-0.05": {"learning_rate": 4e-3, "options": {"share": 0.05}},
         "rate-4e-3-long": {"learning_rate": 4e-3, "epochs": 300},
         "rate-4e-3-long-share-0.05": {"learning_rate": 4e-3, "epochs": 300, "options": {"share": 0.05}},
+        **ORTHOGONAL,
     },
     "p-egnn": {
         "decay-noise": {"decay_noise": True},
@@ -71,6 +80,7 @@ OF_METHOD: dict[str, dict[str, dict[str, Any]]] = {
         "rate-4e-3-decay-0.03": {"learning_rate": 4e-3, "weight_decay": 0.03},
         "rate-8e-3": {"learning_rate": 8e-3},
         "rate-4e-3-long-decay-0.03": {"learning_rate": 4e-3, "epochs": 300, "weight_decay": 0.03},
+        **ORTHOGONAL,
     },
 }
 

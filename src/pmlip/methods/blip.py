@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from ase.build import bulk
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pmlip.backbones.base import Backbone, Graph
-from pmlip.layers import Mixin, become, mixed_class
+from pmlip.layers import Gathered, Mixin, become, linear, mixed_class
 from pmlip.methods.base import WrappedMethod, each_sample, random_numbers
 
 
@@ -89,16 +88,14 @@ class VariationalLayer(Mixin):
     posterior: tuple[Posterior]  # in a tuple, so that it is not registered as a part of every layer
     place: tuple[str, int]  # kind of row, and which of its layers this is
 
-    def forward(self, *inputs: Any) -> Tensor:
+    def forward(self, x: Tensor | Gathered) -> Tensor:
         layer: Any = self
-        mean: Tensor = super().forward(*inputs)
+        mean: Tensor = super().forward(x)
         posterior = self.posterior[0]
         if posterior.alpha is None:
             return mean
         kind, number = self.place
-        squared = [x.square() if isinstance(x, Tensor) else x for x in inputs]
-        combine: Any = getattr(layer, "combine", functional.linear)
-        variance = posterior.alpha[kind][..., number : number + 1] * combine(*squared, layer.weight.square(), None)
+        variance = posterior.alpha[kind][..., number : number + 1] * linear(x.square(), layer.weight.square(), None)
         # the last term keeps the gradient of the root finite where a row is all zeros
         noise = torch.randn(mean.shape).to(mean)  # of the CPU, the same on every device
         return mean + (variance + 1e-18).sqrt() * noise

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pmlip.injection import Site
+from pmlip.layers import Gathered, GatheredLinear, gathered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,23 +23,6 @@ class EGNNConfig:
     width: int = 64
     node_input: str = "speed"  # "speed" |v_i| as in the published code, or "charge" as in the paper's text
     distance: str = "current"  # d_ij: "current" distance, or "start", the squared distance at the start
-
-
-class PairLinear(nn.Linear):
-    """A linear layer on [h_i, h_j, edge]: the parts of h_i and h_j are computed once per node, not once per edge."""
-
-    # takes its input in parts, where nn.Linear takes it whole
-    def forward(self, h: Tensor, edge: Tensor, pairs: "Pairs | None" = None) -> Tensor:  # type: ignore[override]
-        return self.combine(h, edge, pairs, self.weight, self.bias)
-
-    @staticmethod
-    def combine(h: Tensor, edge: Tensor, pairs: "Pairs | None", weight: Tensor, bias: Tensor | None) -> Tensor:
-        width = h.shape[-1]
-        of_receiver, of_sender, of_edge = weight.split([width, width, edge.shape[-1]], dim=1)
-        receiver, sender = functional.linear(h, of_receiver, bias), functional.linear(h, of_sender)
-        if pairs is None:
-            return receiver.unsqueeze(-2) + others(sender) + functional.linear(edge, of_edge)
-        return receiver[pairs.receiver] + sender[pairs.sender] + functional.linear(edge, of_edge)
 
 
 @dataclass(frozen=True)
@@ -52,11 +36,15 @@ class Pairs:
 class EdgeMLP(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.first = PairLinear(2 * width + 3, width)
+        self.first = GatheredLinear(2 * width + 3, width)
         self.second = nn.Linear(width, width)
 
     def forward(self, h: Tensor, edge: Tensor, pairs: Pairs | None) -> Tensor:
-        return functional.silu(self.second(functional.silu(self.first(h, edge, pairs))))
+        if pairs is None:
+            rows = Gathered(((h, receivers), (h, others), (edge, None)))
+        else:
+            rows = gathered((h, pairs.receiver), (h, pairs.sender), (edge, None))
+        return functional.silu(self.second(functional.silu(self.first(rows))))
 
 
 class Layer(nn.Module):
@@ -124,6 +112,11 @@ class EGNN(nn.Module):
                 total = message.sum(-2) if pairs is None else torch.zeros_like(h).index_add(0, pairs.receiver, message)
                 h = h + layer.node(torch.cat([h.expand_as(total), total], -1))
         return x
+
+
+def receivers(values: Tensor) -> Tensor:
+    """For each particle its own values, to stand beside those of `others`: (..., n, c) -> (..., n, 1, c)."""
+    return values.unsqueeze(-2)
 
 
 def others(values: Tensor) -> Tensor:

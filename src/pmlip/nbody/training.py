@@ -1,4 +1,4 @@
-"""Training of one method on one set of trajectories: AdamW, one cycle, averaged weights."""
+"""Training of one method on one set of trajectories: AdamW or Muon, one cycle, averaged weights."""
 
 import copy
 import math
@@ -14,7 +14,9 @@ from torch import nn
 from pmlip.model import Perturbed
 from pmlip.nbody.data import Trajectories
 from pmlip.nbody.methods import Method
+from pmlip.nbody.muon import Muon
 
+SMALLEST_MATRIX = 8  # rows and columns; with fewer there is little to make orthogonal
 COMPILE_FROM = 2000  # steps; a third of their time is saved, and compiling takes half a minute
 
 
@@ -35,6 +37,7 @@ class Recipe:
     patience: int | None = None
     clip: float = 1.0  # largest norm of the gradient
     warm_up: float = 0.1  # share of the steps in which the learning rate rises
+    orthogonal: bool = False  # weight matrices are moved by Muon instead of AdamW, at the same rate and decay
     sharpness: float = 0.0  # radius of sharpness-aware steps (Foret et al. 2021), which cost two passes; 0: plain steps
     network: dict[str, Any] = field(default_factory=dict)  # what differs from the default EGNNConfig
     options: dict[str, Any] = field(default_factory=dict)  # what differs from the method's defaults
@@ -90,10 +93,17 @@ def train(
     generator = torch.Generator().manual_seed(seed)
     epochs = recipe.epochs_for(len(data)) if epochs is None else epochs
     steps = len(data) // recipe.batch
-    optimizer = torch.optim.AdamW(_groups(method, recipe), lr=recipe.learning_rate, betas=(0.9, 0.99))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, recipe.learning_rate, total_steps=epochs * steps, pct_start=recipe.warm_up
-    )
+    optimizers = _optimizers(method, recipe)
+    schedules = [
+        torch.optim.lr_scheduler.OneCycleLR(
+            optimizer,
+            recipe.learning_rate,
+            total_steps=epochs * steps,
+            pct_start=recipe.warm_up,
+            cycle_momentum="betas" in optimizer.defaults,
+        )
+        for optimizer in optimizers
+    ]
     averaged = copy.deepcopy(method)
     if epochs * steps >= COMPILE_FROM:
         compile_network(method)
@@ -107,11 +117,13 @@ def train(
             loss = _gradient(method, batch, samples, generator, recipe)
             norm = nn.utils.clip_grad_norm_(method.parameters(), recipe.clip)
             if math.isfinite(loss) and math.isfinite(norm):
-                optimizer.step()
+                for optimizer in optimizers:
+                    optimizer.step()
                 losses.append(loss)
             else:  # the weights that BLIP draws can throw a single particle out of all bounds
                 skipped += 1
-            schedule.step()
+            for schedule in schedules:
+                schedule.step()
             done += 1
             passes += len(batch) * samples * (2 if recipe.sharpness else 1)
             # early on the mean is over few steps, so that the start is soon forgotten
@@ -150,14 +162,20 @@ def _gradient(method: Method, batch: Trajectories, samples: int, generator: torc
     return loss.item()
 
 
-def _groups(method: Method, recipe: Recipe) -> list[dict[str, object]]:
-    noise = [p for part in method.modules() if isinstance(part, Perturbed) for p in part.noise_parameters()]
-    of_noise = {id(parameter) for parameter in noise}
-    others = [parameter for parameter in method.parameters() if id(parameter) not in of_noise]
-    groups: list[dict[str, object]] = [{"params": others, "weight_decay": recipe.weight_decay}]
-    if noise:
-        groups.append({"params": noise, "weight_decay": recipe.weight_decay if recipe.decay_noise else 0.0})
-    return groups
+def _optimizers(method: Method, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """AdamW, and Muon for matrices where the recipe says so."""
+    noise = {id(p) for part in method.modules() if isinstance(part, Perturbed) for p in part.noise_parameters()}
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    for parameter in method.parameters():
+        decay = recipe.weight_decay if recipe.decay_noise or id(parameter) not in noise else 0.0
+        matrix = recipe.orthogonal and parameter.dim() == 2 and min(parameter.shape) >= SMALLEST_MATRIX
+        groups.setdefault((matrix, decay), []).append(parameter)
+
+    def listed(matrices: bool) -> list[dict[str, object]]:
+        return [{"params": own, "weight_decay": decay} for (matrix, decay), own in groups.items() if matrix == matrices]
+
+    adamw = torch.optim.AdamW(listed(False), lr=recipe.learning_rate, betas=(0.9, 0.99))
+    return [adamw, Muon(listed(True), lr=recipe.learning_rate)] if recipe.orthogonal else [adamw]
 
 
 @torch.no_grad()
