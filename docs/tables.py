@@ -34,7 +34,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "nbody": lambda: nbody_tables.table(read_cells(RESULTS / "nbody")),
     "nbody overview": lambda: nbody_tables.overview(read_cells(RESULTS / "nbody")),
     "nbody details": lambda: nbody_tables.details(read_cells(RESULTS / "nbody")),
-    "nbody ablation": lambda: nbody_tables.ablations(read_cells(RESULTS / "nbody" / "ablation")),
+    "nbody ablation": lambda: nbody_tables.ablations(
+        read_cells(RESULTS / "nbody" / "ablation"), read_cells(RESULTS / "nbody")
+    ),
     "silica": lambda: silica_tables.table(read_cells(RESULTS / "silica")),
     "silica trials": lambda: silica_tables.trials_table(read_cells(RESULTS / "silica" / "trials")),
     "silica unseen": lambda: silica_tables.unseen_table(read_cells(RESULTS / "silica")),

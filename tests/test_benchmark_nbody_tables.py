@@ -53,10 +53,16 @@ def test_the_details_have_what_a_method_has(results):
 
 
 def test_an_ablation_stands_below_what_it_changes(results):
-    cells = {Cell("p-egnn+" + name, 1000, 0): results[Cell("p-egnn", 1000, 0)] for name in ("a-change", "as-tuned")}
-    assert ablations(cells).splitlines()[2:] == [
-        "| as-tuned | 7.00 | 2.00 | 0.80 | 1.0e+02 | 1 |",
-        "| a-change | 7.00 | 2.00 | 0.80 | 1.0e+02 | 1 |",
+    other = Cell("p-egnn", 1000, 1)
+    changed = {
+        Cell("p-egnn+a-change", 1000, 1): results[other],
+        Cell("egnn+slow", 3000, 0): results[Cell("egnn", 3000, 0)],
+    }
+    assert ablations(changed, results).splitlines()[2:] == [
+        "| 1000 | p-egnn | 9.00 | 3.00 | 0.90 | 1.0e+02 | 1 |",  # of the same seed
+        "| 1000 | p-egnn, a-change | 9.00 | 3.00 | 0.90 | 1.0e+02 | 1 |",
+        "| 3000 | egnn | 6.00 | 2.50 |  | 1.0e+02 | 1 |",
+        "| 3000 | egnn, slow | 6.00 | 2.50 |  | 1.0e+02 | 1 |",
     ]
 
 

@@ -185,6 +185,23 @@ def test_larger_sets_are_passed_fewer_times():
     assert [recipe.epochs_for(size) for size in (250, 1000, 4000)] == [200, 100, 50]
 
 
+def test_large_sets_are_learned_with_muon_in_half_the_passes():
+    recipe = Recipe(epochs=100, shrink=0.0, many=3000)
+    assert recipe.at(2999) == Recipe(epochs=100, shrink=0.0)
+    assert recipe.at(3000) == Recipe(epochs=50, shrink=0.0, orthogonal=True)
+
+
+def test_muon_moves_the_matrices_and_adamw_the_rest():
+    method, before = pegnn(start=0.1), pegnn(start=0.1)
+    done = train(method, data(), Recipe(shrink=0.0, epochs=2, batch=20, orthogonal=True, average=0.0), seed=0).method
+    moved = {name: value - before.get_parameter(name) for name, value in done.named_parameters()}
+    unmoved = {name for name, step in moved.items() if not bool(step.any())}
+    assert all("layers.1.node" in name for name in unmoved)  # the last update of h reaches no output
+    name = next(name for name in moved if name.endswith("edge.second.weight"))
+    singular = torch.linalg.svdvals(moved[name].detach())
+    assert singular.min() > 0.3 * singular.max()  # a step of AdamW has directions in which it hardly moves
+
+
 def test_sharpness_aware_steps_take_the_gradient_at_the_worst_point_near_by():
     """For a loss that is a parabola along one weight, w^2, the gradient at w + rho is 2 (w + rho)."""
 

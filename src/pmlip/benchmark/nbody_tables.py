@@ -1,6 +1,7 @@
 """What is made of the cells of the N-body benchmark: Table 1 and Figure 1 of the paper, and an overview."""
 
 import statistics
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pmlip.benchmark.publish import Results, draw_score, empty_figure, over_seeds, with_deviation
@@ -116,19 +117,29 @@ def details(results: Results) -> str:
     return "\n".join(lines) + "\n"
 
 
-def ablations(results: Results) -> str:
-    """Changes of P-EGNN, each with its test scores as trained, as Markdown."""
-    names = list(dict.fromkeys(cell.method for cell in results))
-    lines = ["| P-EGNN | MSE x 1e3 | CRPS x 1e2 | SSR | training: passes | seeds |", "|---" * 6 + "|"]
-    for name in sorted(names, key=lambda name: not name.endswith("+as-tuned")):
-        found = [result for cell, result in results.items() if cell.method == name]
-        scores = [
-            over_seeds([scale * result["test_as_trained"][score] for result in found])
-            for score, scale in SCALES.items()
-        ]
-        texts = [with_deviation(score) for score in scores]
-        passes = statistics.mean(result["training"]["passes"] for result in found)
-        lines.append(f"| {name.partition('+')[2]} | {' | '.join(texts)} | {passes:.1e} | {len(found)} |")
+def ablations(results: Results, tuned: Results) -> str:
+    """Changes of a method below the method as it is, test scores as trained of the same seeds, as Markdown."""
+    lines = ["| n | method | MSE x 1e3 | CRPS x 1e2 | SSR | training: passes | seeds |", "|---" * 7 + "|"]
+    groups: dict[tuple[int, str], dict[str, list[dict[str, Any]]]] = {}
+    for cell, result in results.items():
+        method, _, change = cell.method.partition("+")
+        group = groups.setdefault((cell.size, method), {"": []})
+        if (same := replace(cell, method=method)) in tuned and tuned[same] not in group[""]:
+            group[""].append(tuned[same])
+        group.setdefault(change, []).append(result)
+    for (size, method), group in sorted(groups.items()):
+        for change, found in group.items():
+            if not found:
+                continue
+            scores = [
+                with_deviation(over_seeds([scale * result["test_as_trained"][score] for result in found]))
+                if score in found[0]["test_as_trained"]
+                else ""
+                for score, scale in SCALES.items()
+            ]
+            passes = statistics.mean(result["training"]["passes"] for result in found)
+            name = f"{method}, {change}" if change else method
+            lines.append(f"| {size} | {name} | {' | '.join(scores)} | {passes:.1e} | {len(found)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from pmlip.files import write_json
+from pmlip.memory import keep_freed_memory
 from pmlip.progress import progress_bar
 
 
@@ -132,6 +133,7 @@ def _begin_worker() -> None:
     """One thread, and deaf to Ctrl-C, which would end the cell only: the next one would begin before we stop it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    keep_freed_memory()
     os.environ["OMP_NUM_THREADS"] = "1"  # for what is imported from here on
     import torch
 

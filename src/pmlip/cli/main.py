@@ -22,13 +22,19 @@ from pmlip.cli.options import (
     print_json,
 )
 from pmlip.config import FinetuneConfig
+from pmlip.memory import keep_freed_memory
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Makes machine-learning interatomic potentials tell how sure they are.",
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+
+
+@app.callback()
+def begin() -> None:
+    """Makes machine-learning interatomic potentials tell how sure they are."""
+    keep_freed_memory()
 
 
 @app.command()

@@ -5,7 +5,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,9 +38,17 @@ class Recipe:
     clip: float = 1.0  # largest norm of the gradient
     warm_up: float = 0.1  # share of the steps in which the learning rate rises
     orthogonal: bool = False  # weight matrices are moved by Muon instead of AdamW, at the same rate and decay
+    # training sets of this size or larger are learned with Muon in half the passes: it fits faster, and over-fits fewer
+    many: int | None = None
     sharpness: float = 0.0  # radius of sharpness-aware steps (Foret et al. 2021), which cost two passes; 0: plain steps
     network: dict[str, Any] = field(default_factory=dict)  # what differs from the default EGNNConfig
     options: dict[str, Any] = field(default_factory=dict)  # what differs from the method's defaults
+
+    def at(self, size: int) -> "Recipe":
+        """The recipe for a training set of this many trajectories."""
+        if self.many is None or size < self.many:
+            return replace(self, many=None)
+        return replace(self, many=None, orthogonal=True, epochs=self.epochs // 2)
 
     def epochs_for(self, size: int) -> int:
         """Passes over a training set of this many trajectories."""
