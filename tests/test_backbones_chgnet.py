@@ -10,7 +10,11 @@ import pmlip
 from contract import BackboneContract
 
 pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
-from pmlip.backbones.chgnet import CHGNetBackbone
+from chgnet.model import CHGNet
+from chgnet.model.dynamics import CHGNetCalculator
+from chgnet.model.layers import AtomConv
+
+from pmlip.backbones.chgnet import CHGNetBackbone, SplitAtomConv
 
 
 @pytest.fixture(scope="class")
@@ -30,9 +34,27 @@ def test_sites_are_the_first_layers_of_all_message_mlps(backbone):
     assert sum(p.numel() for p in model.noise_parameters()) == 20 * 64 * 32 + 32 * 32
 
 
-def test_a_sample_in_its_own_file_format(backbone, tmp_path):
-    from chgnet.model import CHGNet
+def test_layers_that_work_in_parts_give_what_those_of_the_package_give(backbone):
+    pristine = CHGNetCalculator(CHGNet.load(use_device="cpu", verbose=False), use_device="cpu")
+    assert type(backbone.module.atom_conv_layers[0]) is SplitAtomConv
+    assert type(pristine.model.atom_conv_layers[0]) is AtomConv
+    for atoms in (*pmlip.datasets.silica_pbe("train")[:2], bulk("Cu", cubic=True)):
+        given = atoms.copy()
+        given.rattle(0.1, seed=0)
+        ours = pmlip.perturb(backbone).predict(given)
+        given.calc = pristine
+        assert float(ours.energy) == pytest.approx(given.get_potential_energy(), abs=1e-5 * len(given))
+        np.testing.assert_allclose(ours.forces, given.get_forces(), atol=2e-4)
+        np.testing.assert_allclose(ours.stress[0], given.get_stress(), atol=1e-5)
 
+
+def test_layers_of_another_kind_are_left_as_they_are():
+    for options in ({"conv_dropout": 0.1}, {"conv_norm": "layer"}):
+        other = CHGNetBackbone(CHGNet(**options), "0.3.0")
+        assert type(other.module.atom_conv_layers[0]) is AtomConv
+
+
+def test_a_sample_in_its_own_file_format(backbone, tmp_path):
     model = pmlip.perturb(backbone)
     model.fold(sample=0).save(tmp_path / "sample.pth.tar")
     assert CHGNet.from_file(str(tmp_path / "sample.pth.tar")).state_dict().keys() == backbone.module.state_dict().keys()
@@ -78,8 +100,6 @@ def test_a_slab_may_have_no_third_cell_vector(backbone):
 
 
 def test_the_variant_whose_samples_would_depend_on_their_batch_is_refused():
-    from chgnet.model import CHGNet
-
     with pytest.raises(ValueError, match=r"use 0\.3\.0 or later"):
         CHGNetBackbone(CHGNet.load(model_name="0.2.0", use_device="cpu", verbose=False), "0.2.0")
 

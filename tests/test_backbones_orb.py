@@ -1,5 +1,7 @@
 """Orb: the true architectures at reduced width with random weights, and the real Orb-v2 where it is at hand."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -12,8 +14,10 @@ from contract import BackboneContract
 pytest.importorskip("orb_models", reason="backbone 'orb' is not installed")
 from orb_models.forcefield import pretrained
 from orb_models.forcefield.atomic_system import SystemConfig
+from orb_models.forcefield.gns import AttentionInteractionNetwork
 
-from pmlip.backbones.orb import OrbBackbone, variants
+from pmlip.backbones.orb import OrbBackbone, SplitInteraction, variants
+from pmlip.layers import become
 
 WIDTHS = {"latent_dim": 32, "base_mlp_hidden_dim": 64, "head_mlp_hidden_dim": 32, "num_message_passing_steps": 3}
 
@@ -92,6 +96,20 @@ def test_sites_are_the_first_layers_of_all_message_and_update_mlps():
     assert len(model.sites) == 6
     assert {site.rows for site in model.sites} == {"node", "edge"}
     assert sum(p.numel() for p in model.noise_parameters()) == 6 * 64 * 32 + 32 * 32
+
+
+@pytest.mark.parametrize("kind", ["direct", "conservative"])
+def test_layers_that_work_in_parts_give_what_those_of_the_package_give(kind):
+    backbone = small(kind)
+    pristine = copy.deepcopy(backbone)
+    for layer in pristine.module.model.gnn_stacks:
+        assert type(layer) is SplitInteraction
+        become(layer, AttentionInteractionNetwork)
+    atoms = bulk("Si", cubic=True)
+    atoms.rattle(0.1, seed=0)
+    ours, theirs = (given.double()(given.double().graph([atoms])) for given in (backbone, pristine))
+    torch.testing.assert_close(ours["energy"], theirs["energy"], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(ours["forces"], theirs["forces"], rtol=1e-9, atol=1e-9)
 
 
 def test_every_variant_of_the_package_is_known_by_its_own_name():

@@ -106,27 +106,27 @@ SPLIT: dict[type[nn.Module], type[nn.Module]] = {
     AtomConv: SplitAtomConv,
     BondConv: SplitBondConv,
     AngleUpdate: SplitAngleUpdate,
+    GatedMLP: SplitGatedMLP,
 }
 
 
 def _split(module: CHGNet) -> None:
-    """Let the message passing work in parts, a quarter less time for a step, where it is of the published kind."""
+    """Let the message passing work in parts, equal up to rounding, where it is of the published kind."""
     layers = [*module.atom_conv_layers, *module.bond_conv_layers, *module.angle_layers]
     inner = [part for layer in layers for part in layer.modules()]
+    norms = [getattr(layer, f"{kind}_norm", None) for layer in layers for kind in ("atom", "bond", "angle")]
     if (
-        any(type(layer) not in SPLIT or not layer.resnet for layer in layers)
-        or not all(getattr(layer, "use_mlp_out", True) for layer in layers)
-        or any(getattr(layer, f"{kind}_norm", None) for layer in layers for kind in ("atom", "bond", "angle"))
+        not all(type(layer) in SPLIT and layer.resnet and getattr(layer, "use_mlp_out", True) for layer in layers)
+        or any(norm is not None for norm in norms)
         or any(part.p > 0 for part in inner if isinstance(part, nn.Dropout))
     ):
         return
-    for layer in layers:
-        become(layer, SPLIT[type(layer)])
-    for block in inner:
-        if type(block) is GatedMLP:
-            become(block, SplitGatedMLP)
-            for mlp in (block.mlp_core, block.mlp_gate):
-                become(next(part for part in mlp.layers if isinstance(part, nn.Linear)), GatheredLinear)
+    for part in inner:
+        if type(part) is GatedMLP:
+            for mlp in (part.mlp_core, part.mlp_gate):
+                become(next(layer for layer in mlp.layers if isinstance(layer, nn.Linear)), GatheredLinear)
+        if type(part) in SPLIT:
+            become(part, SPLIT[type(part)])
 
 
 class CHGNetBackbone(Backbone):
