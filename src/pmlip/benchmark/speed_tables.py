@@ -35,13 +35,14 @@ def step_markdown(result: dict[str, Any]) -> str:
     """The table of the result file `step.json`."""
     first = result["rows"][0]
     lines = [
-        "| K | samples at once | seconds | peak memory of the process | times that of K = 4 |",
-        "|---|---|---|---|---|",
+        "| K | samples at once | message passing | seconds | peak memory of the process | times that of K = 4 |",
+        "|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
         peak = row["peak_rss_megabytes"]
         at_once = "all" if row["chunk"] is None else row["chunk"]
-        cells = (row["samples"], at_once, f"{row['seconds']:.1f}", f"{peak:.0f} MB")
+        passing = "in parts" if row["in_parts"] else "of the package"
+        cells = (row["samples"], at_once, passing, f"{row['seconds']:.2f}", f"{peak:.0f} MB")
         lines.append(f"| {' | '.join(map(str, cells))} | {peak / first['peak_rss_megabytes']:.2f} |")
     return "\n".join(lines)
 
