@@ -42,7 +42,8 @@ def test_the_quick_preset_from_end_to_end(tmp_path, monkeypatch):
     assert other["equivariance_error"]["relabelling"] > 1e-3
     mixed = invoke("--preset", "quick", "--no-at-rest", "--sizes", "200", "--out", str(out))
     assert mixed.exit_code == 2
-    assert "was made with other settings; give another folder with --out" in mixed.output.replace("\n", " ")
+    said = mixed.output.replace("\n", " ")
+    assert "was made with other settings (at_rest = True, now False); ask for the same, or give another folder" in said
     table = (out / "table.md").read_text()
     assert table.count("\n") == 2 + 7
     assert (out / "figure.png").read_bytes().startswith(b"\x89PNG")
@@ -73,7 +74,9 @@ def test_the_quick_preset_from_end_to_end(tmp_path, monkeypatch):
             "allowed: egnn, ensemble, blip, mc-dropout, p-egnn, p-ensemble, p-blip; did you mean 'p-egnn'?",
         ),
         (["--sizes", "20000"], "a training set of 20000 was asked for, but the data hold 10000"),
-        (["--sizes", "1000,3k"], "whole numbers with commas between them are wanted, got '3k'"),
+        (["--sizes", "1000,3k"], "whole numbers of at least 1 with commas between them are wanted, got '3k'"),
+        (["--sizes", "0"], "whole numbers of at least 1 with commas between them are wanted, got '0'"),
+        (["--sizes", "20"], "a training set of 20 is smaller than a batch of 100 trajectories"),
         (["--preset", "slow"], "unknown preset 'slow'; allowed: quick, full"),
         (["--methods", "ensemble", "--seeds", "2"], "needs at least 3, got seeds=2"),
     ],

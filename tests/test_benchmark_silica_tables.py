@@ -2,7 +2,7 @@ import pytest
 
 from pmlip import methods
 from pmlip.benchmark.runner import Cell
-from pmlip.benchmark.silica_tables import METHODS, figure, summary, table, trials_table, unseen_table
+from pmlip.benchmark.silica_tables import METHODS, figure, ranking_table, summary, table, trials_table, unseen_table
 from pmlip.benchmark.silica_variants import COMPARED
 
 
@@ -35,6 +35,7 @@ def test_seeds_are_averaged(results):
     assert constant["unseen"]["hot"]["auroc_spread"] == 0.75
     assert "chgnet on silica-pbe:" in table(results)
     assert "| 32 | p | 32 | 40.0 |  | 25.0 ± 7.1 | 0.90 | 0.70 |  | 0.80 |" in table(results)
+    assert "| 32 | p | 32 | 0.80 |  | 0.80 |  |  |  |  |  | 2 |" in ranking_table(results)
     assert (
         "| 32 | p | 0.75 (of the force 0.70); error x 2.0, spread x 1.5; SSR 0.60 | 0.80 (of the force 0.70) |"
         in unseen_table(results)
@@ -56,8 +57,20 @@ def test_the_papers_values_stand_only_beside_its_own_backbone_and_data(results):
     own = result("p", 0, 0.02, backbone=backbone, data="train")
     own[1]["settings"]["data"] = "tan_silica:train.xyz"
     results |= dict([own])
-    assert table(results).count("paper") == 3
+    assert table(results).count("(paper ") == 3
     assert "20.0 (paper 1.9 ± 0.1)" in table(results)
+
+
+def test_the_papers_values_stand_beside_the_papers_settings():
+    results = {}
+    for method in ("p+paper", "blip+published", "constant"):
+        cell, content = result(method, 0, 0.02, backbone="orb:orb_v3_direct_20_omat", data="train")
+        content["settings"]["data"] = "tan_silica:train.xyz"
+        results[cell] = content
+    _, blip, ours = summary(results)
+    assert ours["paper_force_crps"]["mean"] == pytest.approx(1.94e-3)
+    assert blip["paper_force_crps"]["mean"] == pytest.approx(5.78e-3)
+    assert table(results).count("(paper ") == 6
 
 
 def test_every_method_has_its_place():

@@ -85,6 +85,23 @@ def test_npz(tmp_path):
         assert given.pbc.all()
 
 
+def test_npz_with_labels_under_other_names(tmp_path):
+    original = structures()
+    content = {
+        "positions": [atoms.positions for atoms in original],
+        "cells": [atoms.cell.array for atoms in original],
+        "dft_energy": [atoms.get_potential_energy() for atoms in original],
+        "F": [atoms.get_forces() for atoms in original],
+        "name": "salt",
+    }
+    np.savez(tmp_path / "data.npz", symbols=["Na", "Cl"], **content)
+    read, found = read_structures(tmp_path / "data.npz", forces_key="F")
+    assert found.labels == {"energy": ("dft_energy", len(read)), "forces": ("F", len(read))}
+    np.testing.assert_allclose(read[1].get_forces(), original[1].get_forces())
+    with pytest.raises(ValueError, match=r"nothing in it is called 'f'; the names are: .*dft_energy.*F"):
+        read_structures(tmp_path / "data.npz", forces_key="f")
+
+
 def test_real_zeolites(shared):
     read, found = read_structures(shared / "data" / "zeo22" / "edi.npz")
     assert (len(read), found.atoms, set(found.elements)) == (1609, (15, 15), {"Si", "O"})

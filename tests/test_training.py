@@ -18,7 +18,7 @@ from ase.calculators.singlepoint import SinglePointCalculator
 
 import pmlip
 from conftest import randomise_noise
-from pmlip import methods, training
+from pmlip import losses, methods, training
 from pmlip.config import FinetuneConfig
 from pmlip.structures import fingerprint, labels
 from pmlip.training import finetune
@@ -216,6 +216,28 @@ def test_a_folder_belongs_to_one_run(tmp_path, change, message):
         finetune(given["model"](), given["train"], config=given["config"], folder=tmp_path)
 
 
+def test_a_folder_belongs_to_a_model_of_one_part_or_of_several(tmp_path):
+    short = replace(CONFIG, epochs=1)
+
+    def ensemble():
+        return methods.make("ensemble", tiny_backbone(), members=2)
+
+    for first, second in ((model, ensemble), (ensemble, model)):
+        folder = tmp_path / first.__name__
+        finetune(first(), molecules(8), config=short, folder=folder)
+        with pytest.raises(ValueError, match=r"last\.pt belongs to a run with another method; give another folder"):
+            finetune(second(), molecules(8), config=short, folder=folder)
+
+
+def test_a_step_that_does_not_fit_into_memory_says_what_helps(monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(losses, "backpropagate", full)
+    with pytest.raises(MemoryError, match=r"does not fit into memory; take fewer samples at once with --chunk 1"):
+        finetune(model(), molecules(8), config=CONFIG)
+
+
 def test_the_state_of_a_run_is_not_taken_for_a_model_nor_from_another_version(tmp_path):
     finetune(model(), molecules(8), config=replace(CONFIG, epochs=1), folder=tmp_path)
     with pytest.raises(pmlip.CheckpointError, match=r"last.pt is the state of a run, not a model"):
@@ -291,14 +313,6 @@ def test_missing_labels_are_an_error_unless_allowed():
         atoms.calc.results.pop("forces")
     with pytest.raises(ValueError, match="none of the structures carries forces"):
         finetune(model(), data, config=replace(CONFIG, missing=True))
-
-
-def test_energies_in_another_unit_are_warned_about():
-    data = molecules()
-    for atoms in data:
-        atoms.calc.results["energy"] *= 23.06 * (1 + 0.1 * np.sin(len(atoms)))
-    with pytest.warns(UserWarning, match=r"still differ by .* eV/atom .* are the energies in eV\?"):
-        finetune(model(), data, config=CONFIG)
 
 
 def test_the_weaker_the_response_to_noise_the_larger_its_rate():

@@ -52,7 +52,7 @@ class Origin:
         if self.adapter and other.weights != self.weights:
             raise CheckpointError(
                 f"the model was made from {self.name} with weights {self.weights[:12]}, but this backbone has "
-                f"{other.weights[:12]}; pass the checkpoint it came from as weights=..."
+                f"{other.weights[:12]}; give the file it came from with --weights (weights=PATH)"
             )
 
 

@@ -86,7 +86,7 @@ def _run_group(
         try:
             parts.append(forward(graph, noise[done : done + copies]))
         except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             if copies == 1 and stop - start == 1:
                 raise MemoryError(f"one sample of one structure of {atoms} atoms does not fit into memory") from error
@@ -109,6 +109,6 @@ def _run_group(
     return join(parts, axis=0)
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     # On a CPU torch raises a plain RuntimeError; only its text tells.
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -128,11 +128,18 @@ def _read_npz(path: Path) -> Iterator[Atoms]:
             f"energies, forces and stresses; it holds {', '.join(content)}"
         )
     kinds = content["symbols"].tolist() if "symbols" in content else content["numbers"]
+    count, form = len(content["positions"]), content["positions"].shape[1:]
+    known = {"positions", "cell", "symbols", "numbers", *LABELS}
+    others = {name: value for name, value in content.items() if name not in known and value.shape[:1] == (count,)}
     for index, positions in enumerate(content["positions"]):
         cell = content["cell"][index] if "cell" in content else None
         atoms = Atoms(kinds, positions, cell=cell, pbc=cell is not None)
-        results = {name: content[name][index] for name in LABELS if name in content}
-        yield _with_labels(atoms, results)
+        for name, values in others.items():  # labels under other names may be among them
+            if values.shape[1:] == form:
+                atoms.set_array(name, values[index])
+            else:
+                atoms.info[name] = values[index]
+        yield _with_labels(atoms, {name: content[name][index] for name in LABELS if name in content})
 
 
 def _name(label: str, key: str | None, structures: Sequence[Atoms]) -> str | None:

@@ -16,6 +16,24 @@ FORMAT = "pmlip-run"
 VERSION = 3  # as the format of checkpoints
 
 
+STATE_FILE = "last.pt"
+
+
+def folder_of_part(folder: Path, number: int, *, parts: int) -> Path:
+    """Where the state of one part of a model lives; a model of one part has the folder for itself."""
+    return folder / f"part-{number}" if parts > 1 else folder
+
+
+def refuse_state_of_another_kind(folder: Path, *, parts: int) -> None:
+    """A model of one part and one of several keep their states in different files, so neither would see the other's."""
+    other = folder_of_part(folder, 0, parts=1 if parts > 1 else 2) / STATE_FILE
+    if other.exists():
+        raise ValueError(
+            f"{other} belongs to a run with another method; give another folder with --out, or remove the file to "
+            "start anew"
+        )
+
+
 def write_state(file: Path, state: Mapping[str, Any]) -> None:
     """Write the state, and beside it the run's log as JSON lines."""
     file.parent.mkdir(parents=True, exist_ok=True)

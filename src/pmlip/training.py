@@ -15,14 +15,21 @@ from ase import Atoms
 from torch import Tensor, nn
 
 from pmlip import losses
-from pmlip.chunks import FIXED_ATOMS
+from pmlip.chunks import FIXED_ATOMS, is_out_of_memory
 from pmlip.config import FinetuneConfig
 from pmlip.methods.base import Method
 from pmlip.noise import SEED_OF_FIT
 from pmlip.processes import sum_gradients, summed
 from pmlip.references import fit_offsets
 from pmlip.rotation import random_rotation, rotated
-from pmlip.runstate import read_state, uninterrupted, write_state
+from pmlip.runstate import (
+    STATE_FILE,
+    folder_of_part,
+    read_state,
+    refuse_state_of_another_kind,
+    uninterrupted,
+    write_state,
+)
 from pmlip.structures import as_structures, check_labels, evenly, fingerprint, labels
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -83,13 +90,15 @@ def finetune(
     model.record.pop("calibration", None)  # of the model as it was
     runs: list[Finetuned] = []
     parts = model.parts()
+    if folder:
+        refuse_state_of_another_kind(Path(folder), parts=len(parts))
     for number, part in enumerate(parts):
 
         def show(step: int, steps: int, latest: Mapping[str, float], before: int = number) -> None:
             if progress:
                 progress(before * steps + step, len(parts) * steps, latest)
 
-        place = Path(folder) / (f"part-{number}" if len(parts) > 1 else "") if folder else None
+        place = folder_of_part(Path(folder), number, parts=len(parts)) if folder else None
         own = replace(config, seed=config.seed * len(parts) + number)  # no two seeds share a part
         runs.append(_Run(part, listed, held_out, own, place, fabric).to_the_end(show))
     model.finish(held_out)
@@ -132,7 +141,7 @@ class _Run:
         fabric: "Fabric",
     ) -> None:
         self.model, self.train, self.valid, self.config, self.fabric = model, train, valid, config, fabric
-        self.state_file = folder / "last.pt" if folder else None
+        self.state_file = folder / STATE_FILE if folder else None
         self.steps = config.steps_for(len(train))
         self.rotate = not model.backbone.equivariant if config.rotate is None else config.rotate
         model.to(fabric.device)
@@ -163,7 +172,7 @@ class _Run:
         offsets: dict[int, float] = {}
         energy = outputs.energy.double()
         if self.config.offsets and bool(target.energy.isfinite().any()):
-            offsets = fit_offsets((target.energy - energy).numpy(), self.train)
+            offsets = fit_offsets(target.energy.numpy(), energy.numpy(), self.train)
             self.model.backbone.shift_references(offsets)
             shift = [sum(offsets.get(int(number), 0.0) for number in atoms.numbers) for atoms in self.train]
             energy = energy + torch.tensor(shift, dtype=torch.float64)
@@ -293,9 +302,17 @@ class _Run:
         if chosen[own]:
             graph = self.model.backbone.graph(chosen[own])
             part = draws[:, own] if draws.dim() > 1 else draws
-            loss = losses.backpropagate(
-                partial(self.model, graph), part, partial(self._loss, chosen[own], chosen), chunk=config.chunk
-            )
+            try:
+                loss = losses.backpropagate(
+                    partial(self.model, graph), part, partial(self._loss, chosen[own], chosen), chunk=config.chunk
+                )
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise MemoryError(
+                    f"a step of {len(graph.rows['node'])} atoms with {samples} samples each does not fit into memory; "
+                    "take fewer samples at once with --chunk 1, or fewer structures with --batch"
+                ) from error
             terms = {name: float(term) for name, term in loss.terms.items()}
         sum_gradients(self.parameters, self.fabric)
         terms = summed(terms, self.fabric)

@@ -98,13 +98,17 @@ class MACEBackbone(Backbone):
                 references[..., self.species[number]] += offset
 
     def calculator(self) -> Calculator:
-        # a copy: the calculator makes the parameters of its model constants
-        return MACECalculator(
-            models=copy.deepcopy(self.module),
-            device=str(self._like.device),
-            default_dtype=str(self._like.dtype).removeprefix("torch."),
-            head=self.variant,
-        )
+        before = torch.get_default_dtype()  # which the package sets
+        try:
+            # a copy: the calculator makes the parameters of its model constants
+            return MACECalculator(
+                models=copy.deepcopy(self.module),
+                device=str(self._like.device),
+                default_dtype=str(self._like.dtype).removeprefix("torch."),
+                head=self.variant,
+            )
+        finally:
+            torch.set_default_dtype(before)
 
     def save(self, path: str | Path) -> None:
         """The model as MACE itself saves it: a pickle. A folded sample in it needs pmlip to be read."""
@@ -117,13 +121,16 @@ def load(
 ) -> MACEBackbone:
     """A MACE from a local model file; the variant is its head, where it has several."""
     if weights is None:
-        raise ValueError("MACE brings no weights; download a model and give the file as weights=PATH, with trust=True")
+        raise ValueError(
+            "MACE brings no weights; download a model and give the file with --weights (weights=PATH), and --trust "
+            "(trust=True)"
+        )
     if not Path(weights).is_file():
         raise FileNotFoundError(f"there is no file of weights {weights}")
     if not trust:
         raise ValueError(
             f"{weights} is a MACE model, a pickle, and reading a pickle can execute any code that is in it; if you "
-            "know where it comes from, pass trust=True"
+            "know where it comes from, say --trust (trust=True)"
         )
     try:
         module = torch.load(weights, map_location="cpu", weights_only=False)

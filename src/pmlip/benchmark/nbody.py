@@ -15,7 +15,7 @@ from rich.console import Console
 from pmlip import metrics
 from pmlip.benchmark.nbody_tables import METHODS, figure, summary, table
 from pmlip.benchmark.publish import check_installed, publish
-from pmlip.benchmark.runner import Cell, read_cells, run_cells, run_rounds
+from pmlip.benchmark.runner import Cell, check_settings, read_cells, run_cells, run_rounds
 from pmlip.calibration import best_factor
 from pmlip.files import atomic_write
 from pmlip.hints import did_you_mean
@@ -50,15 +50,16 @@ class NBodySettings:
 
 
 # A method is trained by its recipe; "method+variant" names the same method with another one. The best of 22 trials each
-# on validation data at n = 1000 (docs/nbody.md). With 10,000 trajectories AdamW does not come to its end in time, where
-# Muon, which is worse for few, does.
-_COMMON: dict[str, Any] = {"shrink": 0.2, "patience": 3, "many": 10_000}
+# on validation data at n = 1000 (docs/nbody.md): BLIP and MC dropout want Muon, EGNN and P-EGNN over-fit with it. With
+# 10,000 trajectories they no longer do, and AdamW does not come to its end in time.
+_COMMON: dict[str, Any] = {"shrink": 0.2, "patience": 3}
 RECIPES: dict[str, Recipe] = {
-    "egnn": Recipe(epochs=300, learning_rate=8e-3, **_COMMON),
-    "blip": Recipe(epochs=300, options={"beta": 1e-3}, **_COMMON),
-    "mc-dropout": Recipe(epochs=300, **_COMMON),
-    "p-egnn": Recipe(learning_rate=4e-3, weight_decay=0.03, **_COMMON),
-    "p-blip": Recipe(learning_rate=4e-3, weight_decay=0.03, options={"beta": 1e-3}, **_COMMON),  # as both of its parts
+    "egnn": Recipe(epochs=300, learning_rate=8e-3, many=10_000, **_COMMON),
+    "blip": Recipe(learning_rate=4e-3, orthogonal=True, options={"beta": 1e-3}, **_COMMON),
+    "mc-dropout": Recipe(learning_rate=4e-3, orthogonal=True, **_COMMON),
+    "p-egnn": Recipe(learning_rate=4e-3, weight_decay=0.03, many=10_000, **_COMMON),
+    # as P-EGNN, with the beta of BLIP
+    "p-blip": Recipe(learning_rate=4e-3, weight_decay=0.03, many=10_000, options={"beta": 1e-3}, **_COMMON),
 }
 
 
@@ -116,14 +117,16 @@ def run(
 
 def prepare(cells: Sequence[Cell], preset: Preset, folder: Path, *, seeds: int) -> None:
     """Before any job starts: a folder holds cells of one setting only, and the data must be there."""
-    held = preset.settings.data.train
+    held, reversal = preset.settings.data.train, preset.settings.time_reversal
     for cell in cells:
         if cell.size > held:
             raise ValueError(f"a training set of {cell.size} was asked for, but the data hold {held}")
+        recipe = preset.recipes.get(ENSEMBLES.get(cell.method, cell.method))
+        if recipe and cell.size * (2 if reversal else 1) < recipe.batch:
+            raise ValueError(f"a training set of {cell.size} is smaller than a batch of {recipe.batch} trajectories")
     for cell, result in read_cells(folder).items():
         members = seeds - 1 if cell in cells else result["settings"].get("members")
-        if _completed(result["settings"]) != _described(cell, preset, members):
-            raise ValueError(f"{cell.file(folder)} was made with other settings; give another folder with --out")
+        check_settings(cell.file(folder), _completed(result["settings"]), _described(cell, preset, members))
     for split in nbody_data.SPLITS:
         nbody_data.load(split, preset.settings.data)
 
@@ -180,7 +183,7 @@ def work(cell: Cell, *, preset: Preset, folder: Path, seeds: int) -> dict[str, A
 def _trained(cell: Cell, sets: dict[str, Trajectories], preset: Preset, folder: Path) -> tuple[Method, dict[str, Any]]:
     """The method of a cell, trained, and how that went. Kept in a file: for ensembles, and if judging it fails."""
     file, described = _weights(cell, folder), _described(cell, preset, None)
-    if file.exists() and torch.load(file, weights_only=True)["settings"] == described:
+    if file.exists() and _completed(torch.load(file, weights_only=True)["settings"]) == described:
         return _load_trained(cell, preset, folder)
     torch.manual_seed(cell.seed)
     recipe = preset.recipes[cell.method].at(cell.size)
@@ -327,7 +330,7 @@ def _load_trained(cell: Cell, preset: Preset, folder: Path) -> tuple[Method, dic
         )
     method = _make(cell.method, preset.recipes[cell.method])
     record = torch.load(file, weights_only=True)
-    if record["settings"] != _described(cell, preset, None):
+    if _completed(record["settings"]) != _described(cell, preset, None):
         raise ValueError(f"{file} was trained with other settings; remove it and the result file of its cell")
     method.load_state_dict(record.pop("state"))
     return method, record

@@ -120,6 +120,26 @@ def run_rounds(rounds: Sequence[Sequence[Cell]], run: Callable[[Sequence[Cell]],
         raise CellError("; ".join(failures))
 
 
+def check_settings(file: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Refuse to go on in a folder whose cells were made with other settings, and say which."""
+    if place := _difference(stored, wanted):
+        name, there, here = place
+        raise ValueError(
+            f"{file} was made with other settings ({name} = {there!r}, now {here!r}); ask for the same, or give "
+            "another folder with --out"
+        )
+
+
+def _difference(stored: Any, wanted: Any, name: str = "") -> tuple[str, Any, Any] | None:
+    """The name of the first setting that differs, and its two values."""
+    if not (isinstance(stored, dict) and isinstance(wanted, dict)):
+        return None if stored == wanted else (name, stored, wanted)
+    for key in dict.fromkeys([*wanted, *stored]):
+        if found := _difference(stored.get(key), wanted.get(key), f"{name}.{key}".removeprefix(".")):
+            return found
+    return None
+
+
 def read_cells(folder: Path) -> dict[Cell, dict[str, Any]]:
     """The results of all finished cells."""
     results = {}

@@ -16,7 +16,7 @@ from rich.console import Console
 from pmlip import datasets, methods
 from pmlip.backbones import load_backbone
 from pmlip.benchmark.publish import check_installed, publish
-from pmlip.benchmark.runner import Cell, read_cells, run_cells, run_rounds
+from pmlip.benchmark.runner import Cell, check_settings, read_cells, run_cells, run_rounds
 from pmlip.benchmark.silica_tables import figure, summary, table
 from pmlip.benchmark.silica_variants import VARIANTS, Variant
 from pmlip.calibration import best_factor
@@ -89,8 +89,7 @@ def run(
             continue
         if cell.size not in hashes:
             hashes[cell.size] = splits(cell.size, settings).hash
-        if result["settings"] != _described(settings, cell, hashes[cell.size]):
-            raise ValueError(f"{cell.file(folder)} was made with other settings; give another folder with --out")
+        check_settings(cell.file(folder), result["settings"], _described(settings, cell, hashes[cell.size]))
     _check_weights(composed, folder)
     job = partial(work, settings=settings, folder=folder, device=device)
     try:

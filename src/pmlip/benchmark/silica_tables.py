@@ -20,16 +20,26 @@ COLUMNS = {  # name -> title, scale and digits
     "ssr_as_trained": ("as trained", 1, 2),
     "directions": ("directions", 1, 1),
     "spearman": ("Spearman", 1, 2),
-    "spearman_at_best": ("at best", 1, 2),
-    "spearman_three_samples": ("of 3 samples", 1, 2),
-    "spearman_of_force": ("of the force", 1, 2),
+    "energy_mae": ("E-MAE", 1e3, 2),
     "energy_crps": ("E-CRPS", 1e3, 2),
     "energy_ssr": ("E-SSR", 1, 2),
 }
+RANKING = {  # in a table of its own
+    "spearman": ("structures", 1, 2),
+    "spearman_at_best": ("at best", 1, 2),
+    "spearman_three_samples": ("of 3 samples", 1, 2),
+    "spearman_of_force": ("of the force", 1, 2),
+    "spearman_given_force": ("given the force", 1, 2),
+    "spearman_atom": ("atoms", 1, 2),
+    "spearman_atom_of_force": ("of the force", 1, 2),
+    "spearman_atom_given_force": ("given the force", 1, 2),
+}
+FORMS = COLUMNS | RANKING
 
 # The paper's Figure 2, mean and standard deviation: F-MAE and F-CRPS in meV/Å, Spearman.
 PAPER_BACKBONE, PAPER_READER = "orb:orb_v3_direct_20_omat", "tan_silica:"
 PAPER_COLUMNS = ("force_mae", "force_crps", "spearman")
+PAPER_METHODS = {"p+paper": "p", "blip+published": "blip"}  # the paper's own settings
 PAPER: dict[tuple[str, int], tuple[tuple[float, float], ...]] = {
     ("blip", 32): ((6.05, 0.04), (5.78, 0.04), (0.409, 0.003)),
     ("blip", 128): ((3.27, 0.13), (2.80, 0.20), (0.466, 0.068)),
@@ -55,7 +65,7 @@ def summary(results: Results) -> list[dict[str, Any]]:
         backbone, data, size, method = key
         row: dict[str, Any] = {"backbone": backbone, "data": data, "size": size, "method": method, "seeds": len(found)}
         row["samples"] = found[0]["samples"]
-        for name in COLUMNS:
+        for name in FORMS:
             ending = next((ending for ending in ("_as_trained", "_three_samples") if name.endswith(ending)), "")
             score = name.removesuffix(ending)
             places = [result.get(f"test{ending}", result["test"]) for result in found]  # an ensemble has three
@@ -63,7 +73,8 @@ def summary(results: Results) -> list[dict[str, Any]]:
             if values:
                 row[name] = over_seeds(values)
         if backbone == PAPER_BACKBONE and found[0]["settings"]["data"].startswith(PAPER_READER):
-            for name, (mean, std) in zip(PAPER_COLUMNS, PAPER.get((method, size), ()), strict=False):
+            published = PAPER.get((PAPER_METHODS.get(method, method), size), ())
+            for name, (mean, std) in zip(PAPER_COLUMNS, published, strict=False):
                 row[f"paper_{name}"] = {"mean": mean / COLUMNS[name][1], "std": std / COLUMNS[name][1]}
         row["unseen"] = {
             place: {
@@ -83,8 +94,7 @@ def summary(results: Results) -> list[dict[str, Any]]:
 
 
 def _value(row: dict[str, Any], name: str) -> str:
-    _, scale, digits = COLUMNS[name]
-
+    _, scale, digits = FORMS[name]
     paper = f" (paper {with_deviation(row[f'paper_{name}'], scale, digits)})" if f"paper_{name}" in row else ""
     return with_deviation(row[name], scale, digits) + paper if name in row else ""
 
@@ -117,6 +127,21 @@ def table(results: Results) -> str:
             for row in rows
         ]
         parts.append(f"{backbone} on {data}:\n\n{_markdown(heading, lines)}")
+    return "\n".join(parts)
+
+
+def ranking_table(results: Results) -> str:
+    """How well spreads rank errors, beside what the size of the force does, as Markdown: Spearman correlations."""
+    heading = ["n", "method", "K", *(title for title, _, _ in RANKING.values()), "seeds"]
+    parts = []
+    for (backbone, data), rows in _by_place(results).items():
+        lines = [
+            [row["size"], row["method"], row["samples"], *(_value(row, name) for name in RANKING), row["seeds"]]
+            for row in rows
+            if "spearman" in row
+        ]
+        if lines:
+            parts.append(f"{backbone} on {data}:\n\n{_markdown(heading, lines)}")
     return "\n".join(parts)
 
 

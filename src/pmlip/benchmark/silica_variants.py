@@ -18,9 +18,12 @@ TUNED = {"blip": Variant({"second_moment": 0.999})}
 
 COMPARED = {
     "p+paper": Variant({"start": 0.0}, {"noise_dim": 32}),
-    # its schedule counts steps but is advanced once per epoch, so its rates rise until the end
+    # its schedule counts steps but is advanced once per epoch, so its rates rise until the end; the usual memory of
+    # AdamW and no mean of the weights, of which it says nothing
     "blip+published": Variant(
         {
+            "second_moment": 0.999,
+            "average": 0.0,
             "backbone_rate": 1e-5,
             "noise_rate": 1e-4,
             "batch": 8,

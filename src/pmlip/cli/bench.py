@@ -21,7 +21,7 @@ Results = Annotated[Path, typer.Option(help="Folder of the result files; what is
 
 @bench.command()
 def nbody(
-    methods: Methods = "egnn,ensemble,blip,mc-dropout,p-egnn",
+    methods: Methods = "egnn,ensemble,blip,mc-dropout,p-egnn,p-ensemble",
     sizes: Annotated[
         str | None, typer.Option(help="Training sizes, with commas between them; by default those of the preset.")
     ] = None,
@@ -124,7 +124,7 @@ def silica(
 ) -> None:
     """Fine-tune a pretrained potential on silica by every method, and compare them.
 
-    Example: pmlip bench silica --data silica-pbe --backbone chgnet --methods p,constant --sizes 32 --seeds 2
+    Example: pmlip bench silica --methods p,constant --sizes 32 --seeds 2 --steps 400 --jobs 2
     """
     from pmlip.benchmark import silica as benchmark
     from pmlip.commands.checks import chosen_device
@@ -223,6 +223,6 @@ def _listed(text: str) -> list[str]:
 
 def _whole_numbers(text: str) -> list[int]:
     for part in _listed(text):
-        if not part.isdecimal():
-            raise ValueError(f"whole numbers with commas between them are wanted, got {part!r}")
+        if not part.isdecimal() or int(part) == 0:
+            raise ValueError(f"whole numbers of at least 1 with commas between them are wanted, got {part!r}")
     return [int(part) for part in _listed(text)]

@@ -105,7 +105,8 @@ def run(
             loss = f" loss {latest['loss']:.3f}" if "loss" in latest else ""
             bar.update(task, completed=step, total=steps, description=f"fine-tuning{loss}{scored}")
 
-        with resumable(console):
+        with resumable(console), warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_: console.print(f"warning: {train}: {message}", markup=False)
             result = finetune(
                 trained, structures, valid=held_out, config=config, folder=out, fabric=fabric, progress=show
             )
