@@ -54,6 +54,23 @@ def test_layers_of_another_kind_are_left_as_they_are():
         assert type(other.module.atom_conv_layers[0]) is AtomConv
 
 
+def test_cells_of_one_atom_do_not_blow_up_the_start(backbone):
+    """Alone in its cell an atom feels no force, so no noise would seem to be enough."""
+    model = pmlip.perturb(backbone, noise_dim=8)
+    alone, four = (model._weights_for(0.05, [bulk("Cu", cubic=cubic)]) for cubic in (False, True))
+    assert 0.2 < alone / four < 5
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [({"update_bond": False}, 14), ({"update_angle": False}, 14), ({"angle_layer_hidden_dim": 16}, 20), ({}, 20)],
+)
+def test_chgnets_of_other_forms_have_their_sites(options, count):
+    other = CHGNetBackbone(CHGNet(**options), "0.3.0")
+    assert len(pmlip.perturb(other, noise_dim=4).sites) == count
+    assert len(other.mlps()) == count
+
+
 def test_a_sample_in_its_own_file_format(backbone, tmp_path):
     model = pmlip.perturb(backbone)
     model.fold(sample=0).save(tmp_path / "sample.pth.tar")

@@ -46,16 +46,18 @@ def test_a_cell_that_fails_does_not_stop_the_others(folders):
     assert len(read_cells(results)) == 4
 
 
-def test_a_worker_that_dies_takes_no_other_cells_along(folders):
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_worker_that_dies_takes_no_other_cells_along(folders, jobs):
     results, _ = folders
     with pytest.raises(CellError, match=f"1 of 4 cells failed: {CELLS[1].name}"):
-        run_cells(CELLS, dies_once, results)
+        run_cells(CELLS, dies_once, results, jobs=jobs)
     assert set(read_cells(results)) == {CELLS[0], CELLS[2], CELLS[3]}
 
 
 def dies_once(cell):
     if cell == CELLS[1]:
         os._exit(1)
+    time.sleep(1)  # longer than it takes to die
     return {"value": cell.seed}
 
 

@@ -16,6 +16,7 @@ import pmlip
 from conftest import randomise_noise
 from pmlip import methods
 from pmlip.calculator import PER_ATOM, PER_STRUCTURE, PMLIPCalculator, Recorder
+from pmlip.structures import fingerprint
 from tiny import tiny_backbone
 
 WATER = Atoms("OH2", [[0, 0, 0], [0, 0.76, 0.59], [0, -0.76, 0.59]])
@@ -45,6 +46,17 @@ def test_results_are_mean_and_spread_of_the_samples(model):
     assert results["forces_comm"] is results["forces_ensemble"]
     assert results["max_atom_uncertainty"] == results["atom_uncertainty"].max()
     assert results["free_energy"] == results["energy"]
+
+
+def test_another_charge_is_calculated_anew(model):
+    atoms = water(model)
+    atoms.get_potential_energy()
+    assert not atoms.calc.check_state(atoms)
+    atoms.info["charge"] = 1
+    assert atoms.calc.check_state(atoms) == ["info"]
+    atoms.get_potential_energy()
+    assert not atoms.calc.check_state(atoms)
+    assert fingerprint([atoms]) != fingerprint([WATER])
 
 
 def test_the_prediction_without_noise_on_request(model):

@@ -132,7 +132,7 @@ def test_what_cannot_be_calibrated_is_refused():
 def test_energies_of_a_model_that_was_trained_without_offsets_stay():
     model = randomise_noise(pmlip.perturb(tiny_backbone()), scale=0.3)
     structures = labelled_by_its_own_samples(model, 8)
-    model.record["config"] = {"offsets": False}
+    finetune(model, structures, config=FinetuneConfig(steps=1, samples=2, offsets=False))
     before = model.predict(structures).energy
     model.scale_spread(2.0)
     assert calibrate(model, structures).shift == 0

@@ -43,6 +43,11 @@ def test_scores_are_those_of_the_samples(model):
     assert record["forces"] == forces
 
 
+def test_structures_without_any_label_are_refused(model):
+    with pytest.raises(ValueError, match=r"carry no labels to compare with; Atoms.copy\(\) leaves labels behind"):
+        pmlip.evaluate(model, [atoms.copy() for atoms in molecules(3)])
+
+
 def test_labels_that_are_not_there_do_not_count(model):
     data, fewer = molecules(), molecules()
     del fewer[2].calc.results["energy"]

@@ -1,10 +1,15 @@
 import copy
 import pickle
 
+import pytest
 import torch
 from torch.nn import functional
 
+from pmlip.injection import Site, vanish_with_input
 from pmlip.layers import GatheredLinear, gathered, linear
+from pmlip.model import perturb
+from pmlip.nbody.egnn import EGNN, EGNNConfig
+from pmlip.nbody.methods import PBLIP
 
 
 def rows():
@@ -33,3 +38,21 @@ def test_layers_and_rows_can_be_copied():
     for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(again(parts), layer(parts))
     assert torch.equal(layer(pickle.loads(pickle.dumps(parts))), layer(parts))
+
+
+def test_a_layer_of_two_methods_can_be_pickled():
+    method = PBLIP(EGNNConfig(layers=2, width=8))
+    again = pickle.loads(pickle.dumps(method))
+    assert type(again.egnn.layers[0].edge.first) is type(method.egnn.layers[0].edge.first)
+    assert again.state_dict().keys() == method.state_dict().keys()
+
+
+@pytest.mark.parametrize("envelope", [None, vanish_with_input])
+def test_an_envelope_sees_rows_put_together(envelope):
+    network = EGNN(EGNNConfig(layers=2, width=8))
+    model = perturb(network, sites=[Site("layers.0.edge.first", "edge", envelope)], noise_dim=4)
+    model.randomise(0.1)
+    x, v = torch.randn(2, 6, 5, 3, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    out = model(x, v, torch.ones(6, 5), noise=noise, rows={"edge": None})
+    assert bool((out != network(x, v, torch.ones(6, 5))).any())

@@ -6,15 +6,15 @@ import pytest
 
 from pmlip import memory
 
-# Blocks of 16 MB taken and freed a hundred times: how often does the system have to give out a page?
+# Blocks of 48 MB taken and freed thirty times: how often does the system have to give out a page?
 PROBE = """
 import ctypes, resource, runpy, sys
 if {keep}:
     runpy.run_path(sys.argv[1])["keep_freed_memory"]()
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
-size = 16 * 2**20
-for _ in range(100):
+size = 48 * 2**20
+for _ in range(30):
     blocks = [ctypes.c_void_p(libc.malloc(size)) for _ in range(3)]
     for block in blocks:
         ctypes.memset(block, 1, size)

@@ -1,5 +1,6 @@
 """Every method of an uncertainty answers to the same interface."""
 
+import copy
 import itertools
 from dataclasses import replace
 
@@ -210,6 +211,35 @@ def test_trivial_widths_are_those_with_the_smallest_crps(name):
     best = crps(1.0)
     assert best < crps(0.5)
     assert best < crps(2.0)
+
+
+def test_a_finished_gaussian_is_trained_without_its_noise():
+    made, data = train("constant")
+    made.train()
+    draws = made.draw(2)
+    outputs = made(made.backbone.graph(data[:2]), draws)
+    assert torch.equal(outputs["forces"][0], outputs["forces"][1])
+    made.eval()
+    outputs = made(made.backbone.graph(data[:2]), draws)
+    assert not torch.equal(outputs["forces"][0], outputs["forces"][1])
+
+
+def test_without_a_number_there_are_the_usual_samples_or_all_there_are():
+    assert methods.make("ensemble", tiny_backbone(), members=2).sample(molecules(2)).count == 2
+    assert methods.make("blip", tiny_backbone()).sample(molecules(2)).count == 16
+
+
+def test_a_trained_blip_can_be_copied():
+    made = methods.make("blip", tiny_backbone())
+    finetune(made, molecules(8), config=replace(CONFIG, offsets=False, epochs=1))
+    copy.deepcopy(made)
+
+
+def test_the_one_member_of_a_deterministic_model_is_its_backbone():
+    made = methods.make("deterministic", tiny_backbone())
+    assert made.member(0) is made.backbone
+    with pytest.raises(ValueError, match="one sample, number 0, not 1"):
+        made.member(1)
 
 
 def test_trivial_widths_need_validation_data():

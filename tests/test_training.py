@@ -229,6 +229,27 @@ def test_a_folder_belongs_to_a_model_of_one_part_or_of_several(tmp_path):
             finetune(second(), molecules(8), config=short, folder=folder)
 
 
+def test_a_run_goes_on_after_a_gradient_that_is_no_number(tmp_path, monkeypatch):
+    data, backpropagate, calls = molecules(8), losses.backpropagate, []
+
+    def stumbling(predict, noise, loss, **options):
+        value = backpropagate(predict, noise, loss, **options)
+        calls.append(value)
+        if len(calls) == 3:
+            tried.noise.mixing.grad.fill_(torch.nan)
+        return value
+
+    tried = model()
+    monkeypatch.setattr(training, "SAVE_EVERY", 0.0)
+    monkeypatch.setattr(losses, "backpropagate", stumbling)
+    with pytest.raises(FloatingPointError, match="the gradient of step 3 is NaN or infinite; use smaller rates"):
+        finetune(tried, data, config=CONFIG, folder=tmp_path)
+    resumed, whole = model(), model()
+    finetune(resumed, data, config=CONFIG, folder=tmp_path)
+    finetune(whole, data, config=CONFIG)
+    assert_same(state(resumed), state(whole))
+
+
 def test_a_step_that_does_not_fit_into_memory_says_what_helps(monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -21,6 +21,7 @@ from pmlip.methods.base import Method
 from pmlip.metrics import predictive_sigma
 from pmlip.model import load
 from pmlip.samples import Samples
+from pmlip.structures import electrons
 
 PER_ATOM = ("forces_uncertainty", "atom_uncertainty", "forces_interval")
 PER_STRUCTURE = ("energy_uncertainty", "max_atom_uncertainty", "stress_uncertainty")
@@ -102,6 +103,13 @@ class PMLIPCalculator(Calculator):
             self.results["forces_comm"] = self.results["forces_ensemble"]
             if "stress" in self.results:
                 self.results["stress_ensemble"] = drawn.stress[:, 0].double().numpy()
+
+    def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
+        """What has changed since the last calculation; ASE does not look for charge and spin where potentials do."""
+        changed: list[str] = super().check_state(atoms, tol=tol)
+        if self.atoms is not None and electrons(atoms) != electrons(self.atoms):
+            changed.append("info")
+        return changed
 
     def export_properties(self) -> Properties:
         """What ASE knows; it refuses other names."""

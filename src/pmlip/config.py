@@ -44,11 +44,13 @@ class FinetuneConfig:
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"give steps or epochs, not both, got steps={self.steps} and epochs={self.epochs}")
         for name in ("fairness", "seed", "start"):
-            if (getattr(self, name) or 0) < 0:
+            if not (getattr(self, name) or 0) >= 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("backbone_rate", "noise_rate", "clip"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if not 0 <= self.warm_up <= 1:
+            raise ValueError(f"warm_up is a share of the steps, between 0 and 1, got {self.warm_up}")
         for name in ("average", "second_moment"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")

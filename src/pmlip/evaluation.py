@@ -67,6 +67,8 @@ def evaluate(
     """
     listed = as_structures(structures)
     target = labels(listed)
+    if not any(bool(values.isfinite().any()) for values in target.values()):
+        raise ValueError("the structures carry no labels to compare with; Atoms.copy() leaves labels behind")
     count = model.fixed_samples or samples
     began = time.perf_counter()
     drawn = model.sample(listed, samples=count, seed=seed, progress=progress)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pmlip.layers import Mixin, become, mixed_class
+from pmlip.layers import Gathered, Mixin, become, mixed_class
 from pmlip.noise import Noise
 
 Envelope = Callable[[Tensor], Tensor]
@@ -52,7 +52,7 @@ class NoisyLayer(Mixin):
         self.noise_source = (noise,)
         self.noise_site = site
 
-    def shift(self, x: Tensor, out: Tensor) -> Tensor | None:
+    def shift(self, x: Tensor | Gathered, out: Tensor) -> Tensor | None:
         """W_noise z for every row of an output, times the envelope of its input x."""
         noise, rows = self.noise_source[0], self.noise_site.rows
         shift = noise.shift(self.noise_weight, rows)
@@ -67,7 +67,9 @@ class NoisyLayer(Mixin):
             # axes between the rows and the features share the noise of their row
             shift = shift.reshape(*shift.shape[:-1], *[1] * (out.dim() - shift.dim()), shift.shape[-1])
         envelope = self.noise_site.envelope
-        return shift if envelope is None else shift * envelope(x)
+        if envelope is None:
+            return shift
+        return shift * envelope(x.together() if isinstance(x, Gathered) else x)
 
     def fold(self) -> None:
         """Become a plain layer again that computes what the draw in force makes of this one."""
@@ -85,7 +87,7 @@ class NoisyLayer(Mixin):
 class NoisyLinear(NoisyLayer):
     """For `nn.Linear` and its subclasses."""
 
-    def forward(self, x: Any) -> Tensor:
+    def forward(self, x: Tensor | Gathered) -> Tensor:
         out: Tensor = super().forward(x)
         shift = self.shift(x, out)
         return out if shift is None else out + shift

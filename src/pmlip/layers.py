@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -19,8 +20,13 @@ class Mixin(nn.Module):
     family: ClassVar[type["Mixin"]]  # the method's
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # The class is made at run time, so pickle must be told how to make it again.
-        return _new, (self.family, self.plain_class), self.__getstate__()
+        # The class is made at run time, as may be the one it is mixed with: pickle must be told how to make it again.
+        families: list[type[Mixin]] = []
+        plain: Any = type(self)
+        while "family" in vars(plain):
+            families.append(plain.family)
+            plain = plain.plain_class
+        return _new, (families, plain), self.__getstate__()
 
 
 M = TypeVar("M", bound=Mixin)
@@ -43,9 +49,10 @@ def become(layer: nn.Module, kind: type[nn.Module]) -> None:
     object.__setattr__(layer, "__class__", kind)
 
 
-def _new(family: type[Mixin], plain: type[nn.Module]) -> Mixin:
-    made = mixed_class(family, plain)
-    return made.__new__(made)
+def _new(families: list[type[Mixin]], plain: type[nn.Module]) -> nn.Module:
+    for family in reversed(families):
+        plain = mixed_class(family, plain)
+    return plain.__new__(plain)
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,11 @@ class Gathered:
     """
 
     parts: tuple[tuple[Tensor, Callable[[Tensor], Tensor] | None], ...]  # a table, how it is gathered; None: as it is
+
+    def together(self) -> Tensor:
+        values = [table if gather is None else gather(table) for table, gather in self.parts]
+        rows = torch.broadcast_shapes(*(value.shape[:-1] for value in values))
+        return torch.cat([value.expand(*rows, -1) for value in values], -1)
 
     def square(self) -> "Gathered":
         return Gathered(tuple((table.square(), gather) for table, gather in self.parts))

@@ -3,13 +3,11 @@
 import ctypes
 import platform
 
-# names and numbers of glibc's malloc.h
-TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3
-LARGEST_MMAP_THRESHOLD = 32 * 2**20  # that glibc takes
+TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4  # names and numbers of glibc's malloc.h
 
 
 def keep_freed_memory() -> None:
-    """Let the process keep the memory that it frees, up to 2 GB; without effect where the C library is not glibc's.
+    """Let the process keep the memory that it frees; without effect where the C library is not glibc's.
 
     A training step on a CPU frees and takes hundreds of megabytes. By default glibc hands them back to the system,
     which clears every page before it gives it out again: a third of the time of a step of CHGNet.
@@ -17,5 +15,6 @@ def keep_freed_memory() -> None:
     if platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
-    for name, value in ((MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD), (TRIM_THRESHOLD, 2**31 - 1), (TOP_PAD, 64 * 2**20)):
+    # large blocks from the heap too, which never shrinks and grows by 64 MB
+    for name, value in ((MMAP_MAX, 0), (TRIM_THRESHOLD, -1), (TOP_PAD, 64 * 2**20)):
         libc.mallopt(name, value)

@@ -16,9 +16,9 @@ from pmlip import checkpoint, methods, noise
 from pmlip.backbones.base import Backbone, Graph
 from pmlip.chunks import FIXED_ATOMS
 from pmlip.injection import Site, Sites, find_sites, inject, noisy_layers, vanish_with_input
-from pmlip.methods.base import Method, Progress
+from pmlip.methods.base import USUAL_SAMPLES, Method, Progress
 from pmlip.noise import SEED_OF_FIT
-from pmlip.samples import Samples
+from pmlip.samples import STILL, Samples
 from pmlip.structures import evenly
 
 
@@ -245,29 +245,36 @@ class Potential(Perturbed, Method):
         """The standard deviation of random noise weights with which the spread of forces is as large as the error."""
         tried, std = copy.deepcopy(self), 0.01
         tried.randomise(std)
-        some = [atoms.copy() for atoms in evenly(structures, 8)]
+        some = [_with_another_atom(atoms) if len(atoms) == 1 else atoms.copy() for atoms in evenly(structures, 8)]
         for atoms in some:
             if float(tried.predict(atoms).forces.abs().max()) < RELAXED:
                 atoms.rattle(0.05, seed=0)  # where symmetry fixes the forces there would be no spread at all
         drawn = tried.sample(some, samples=8, chunk_atoms=FIXED_ATOMS)
-        return std * error / max(float(drawn.spread.forces.double().square().mean().sqrt()), 1e-9)
+        spread = float(drawn.spread.forces.double().square().mean().sqrt())
+        if spread < STILL:
+            raise ValueError(
+                "forces do not respond to noise, so no noise weights can be found that suit them; give structures with "
+                "forces, or the rate and the start with --noise-rate and --start 0"
+            )
+        return std * error / spread
 
     def sample(
         self,
         structures: Atoms | Iterable[Atoms],
         *,
-        samples: int = 16,
+        samples: int | None = None,
         seed: int = 0,
         chunk_atoms: int | None = None,
         progress: Progress | None = None,
         kind: str = "plain",
     ) -> Samples:
-        """K samples for each structure, on the CPU; see `pmlip.noise.draw` for the kinds of draws.
+        """K samples for each structure, by default 16, on the CPU; see `pmlip.noise.draw` for the kinds of draws.
 
         chunk_atoms: how many atoms (times samples) to put through one pass; found by trial when it is not given.
         progress(done, all) is told how many structures are done.
         """
-        return self._samples(structures, self.draw(samples, seed=seed, kind=kind), chunk_atoms, progress)
+        draws = self.draw(USUAL_SAMPLES if samples is None else samples, seed=seed, kind=kind)
+        return self._samples(structures, draws, chunk_atoms, progress)
 
     def fold(self, *, sample: int, seed: int = 0, kind: str = "plain") -> Backbone:
         """Sample number `sample` as an ordinary backbone: its own calculator, its own file format."""
@@ -285,6 +292,14 @@ class Potential(Perturbed, Method):
         """Scale W_z, so that each sample stays a potential; the spread follows as far as the response is linear."""
         self.noise.mixing.mul_(factor)
         self.record.pop("calibration", None)  # its intervals were for the spread as it was
+
+
+def _with_another_atom(atoms: Atoms) -> Atoms:
+    """The same crystal in a cell twice as long: an atom that is alone in its cell feels no force wherever it is."""
+    repeats = [1, 1, 1]
+    if atoms.pbc.any():
+        repeats[int(atoms.pbc.argmax())] = 2
+    return atoms.repeat(repeats)
 
 
 @overload

@@ -1,7 +1,7 @@
-"""Sums over the processes of a run."""
+"""What the processes of a run share."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,17 @@ def summed(terms: dict[str, float], fabric: "Fabric") -> dict[str, float]:
         return terms
     values = _sum(torch.tensor(list(terms.values()), dtype=torch.float64, device=fabric.device), fabric)
     return dict(zip(terms, values.tolist(), strict=True))
+
+
+T = TypeVar("T")
+
+
+def of_first(value: T, fabric: "Fabric") -> T:
+    """What the first process has, in all of them."""
+    if fabric.world_size == 1:
+        return value
+    given: T = fabric.broadcast(value)
+    return given
 
 
 def _sum(values: Tensor, fabric: "Fabric") -> Tensor:

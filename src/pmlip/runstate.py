@@ -43,12 +43,12 @@ def write_state(file: Path, state: Mapping[str, Any]) -> None:
         opened.writelines(json.dumps(line).encode() + b"\n" for line in state["log"])
 
 
-def read_state(file: Path, identity: Mapping[str, Any], device: torch.device) -> dict[str, Any] | None:
+def read_state(file: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
     """The state of the run that was stopped here; None if there was none. Refuses that of another run."""
     if not file.exists():
         return None
     try:
-        state: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises a different type for every way a file can be broken
         raise ValueError(f"{file} is damaged; remove it to start anew") from error
     if state["version"] != VERSION:

@@ -128,12 +128,19 @@ def _lacking(found: Outputs, name: str) -> torch.Tensor:
     return (found.system[~rows] if name in PER_ATOM else (~rows).nonzero().flatten()).unique()
 
 
+def electrons(atoms: Atoms) -> dict[str, float]:
+    """Charge and spin of a structure, where some potentials look for them."""
+    return {name: float(atoms.info[name]) for name in ("charge", "spin") if name in atoms.info}
+
+
 def fingerprint(structures: Sequence[Atoms]) -> str:
     """A hash of structures and labels, to know the same data again."""
     digest = hashlib.sha256()
     for atoms in structures:
         for array in (atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc):
             digest.update(np.ascontiguousarray(array).tobytes())
+        if known := electrons(atoms):
+            digest.update(repr(known).encode())
     if structures:
         for value in labels(structures).values():
             digest.update(value.numpy().tobytes())

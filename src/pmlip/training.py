@@ -19,7 +19,7 @@ from pmlip.chunks import FIXED_ATOMS, is_out_of_memory
 from pmlip.config import FinetuneConfig
 from pmlip.methods.base import Method
 from pmlip.noise import SEED_OF_FIT
-from pmlip.processes import sum_gradients, summed
+from pmlip.processes import of_first, sum_gradients, summed
 from pmlip.references import fit_offsets
 from pmlip.rotation import random_rotation, rotated
 from pmlip.runstate import (
@@ -87,7 +87,7 @@ def finetune(
 
         device = next(model.parameters()).device
         fabric = Fabric(accelerator=device.type, devices=1 if device.index is None else [device.index])
-    model.record.pop("calibration", None)  # of the model as it was
+    model.record = {"config": asdict(config)}  # nothing of how the model was before
     runs: list[Finetuned] = []
     parts = model.parts()
     if folder:
@@ -120,7 +120,8 @@ def _check_validation(held_out: Sequence[Atoms], config: FinetuneConfig) -> None
 def seconds_per_step(model: Method, train: Sequence[Atoms], config: FinetuneConfig, fabric: "Fabric") -> float:
     """How long a step takes, the second one: the first pays for what happens once. The model stays as it is."""
     part = copy.deepcopy(model.parts()[0])
-    run = _Run(part, list(train), [], replace(config, offsets=False), None, fabric)
+    some = evenly(train, 8 * config.batch)  # their errors are measured first, which takes long for many
+    run = _Run(part, some, [], replace(config, offsets=False), None, fabric)
     part.train()
     run._train_step()
     began = time.perf_counter()
@@ -150,7 +151,8 @@ class _Run:
         made_from = {"method": type(model).__name__, "origin": asdict(model.origin), "settings": model.settings()}
         self.identity: dict[str, Any] = {"model": made_from, "config": asdict(config)}
         self.identity |= {"train": fingerprint(train), "valid": fingerprint(valid)}
-        stored = read_state(self.state_file, self.identity, fabric.device) if self.state_file else None
+        stored = read_state(self.state_file, self.identity) if self.state_file else None
+        stored = of_first(stored, fabric)  # others may have no access to its files
         if stored:
             self.offsets, self.scales, self.noise_rate = stored["offsets"], stored["scales"], stored["noise_rate"]
         else:
@@ -160,6 +162,10 @@ class _Run:
             if start := self.model.usual_start if config.start is None else config.start:
                 self.model.start_at_random(start, train, error, seed=config.seed)
                 self._fit_energy_zero(curved=False)  # what training makes of the curvature, steps do not follow
+            # sums on a GPU differ in their last digits, and rates are rounded
+            measured = of_first((self.offsets, self.scales, self.noise_rate), fabric)
+            self.offsets, self.scales, self.noise_rate = measured
+            model.load_state_dict(of_first({name: x.cpu() for name, x in model.state_dict().items()}, fabric))
         self.parameters, groups = self._groups()
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, config.second_moment), weight_decay=0.0)
         self.averaged = [parameter.detach().clone() for parameter in self.parameters]
@@ -317,6 +323,11 @@ class _Run:
         sum_gradients(self.parameters, self.fabric)
         terms = summed(terms, self.fabric)
         norm = nn.utils.clip_grad_norm_(self.parameters, config.clip)
+        if not norm.isfinite():  # the weights are still those of the step before, with which a run can go on
+            raise FloatingPointError(
+                f"the gradient of step {self.step + 1} is NaN or infinite; use smaller rates, or look for atoms on top "
+                "of each other"
+            )
         self._set_rates()
         self.optimizer.step()
         self._average()
@@ -332,7 +343,8 @@ class _Run:
             carriers=losses.count_carriers(labels(whole)),
         )
         penalty = self.model.penalty()
-        return loss if penalty is None else loss._replace(total=loss.total + penalty / self.fabric.world_size)
+        sharers = min(self.fabric.world_size, len(whole))  # processes that have structures
+        return loss if penalty is None else loss._replace(total=loss.total + penalty / sharers)
 
     def _set_rates(self) -> None:
         rising = max(1, round(self.config.warm_up * self.steps))
@@ -367,7 +379,7 @@ class _Run:
         terms = dict.fromkeys(self.scales, 0.0)
         if part:
             count = self.model.fixed_samples or self.config.validation_samples
-            samples = self.model.sample(part, samples=count, seed=SEED_OF_FIT)
+            samples = self.model.sample(part, samples=count, seed=SEED_OF_FIT, chunk_atoms=FIXED_ATOMS)
             loss = losses.crps_loss(
                 samples, labels(part), weights=self.weights, carriers=losses.count_carriers(labels(self.valid))
             )
@@ -408,6 +420,6 @@ class _Run:
     def _restore(self, stored: dict[str, Any]) -> None:
         self.model.load_state_dict(stored["model"])
         self.optimizer.load_state_dict(stored["optimizer"])
-        self.averaged = stored["averaged"]
+        self.averaged = [value.to(self.fabric.device) for value in stored["averaged"]]
         self.step, self.best, self.worse = stored["step"], stored["best"], stored["worse"]
         self.log, self.best_state, self.spent = stored["log"], stored["best_state"], stored["seconds"]

@@ -113,6 +113,7 @@ SPLIT: dict[type[nn.Module], type[nn.Module]] = {
 def _split(module: CHGNet) -> None:
     """Let the message passing work in parts, equal up to rounding, where it is of the published kind."""
     layers = [*module.atom_conv_layers, *module.bond_conv_layers, *module.angle_layers]
+    layers = [layer for layer in layers if layer is not None]
     inner = [part for layer in layers for part in layer.modules()]
     norms = [getattr(layer, f"{kind}_norm", None) for layer in layers for kind in ("atom", "bond", "angle")]
     if (
@@ -138,7 +139,7 @@ class CHGNetBackbone(Backbone):
 
     def __init__(self, module: CHGNet, variant: str) -> None:
         super().__init__(module, variant)
-        if any(layer.mlp_out.layers[-1].bias is not None for layer in module.bond_conv_layers):
+        if any(layer.mlp_out.layers[-1].bias is not None for layer in module.bond_conv_layers if layer is not None):
             raise ValueError(
                 "this CHGNet (0.2.0 or older) has biases that make a structure without angles depend on the others of "
                 "its batch; use 0.3.0 or later"
@@ -152,14 +153,14 @@ class CHGNetBackbone(Backbone):
         )
 
     def sites(self) -> list[Site]:
-        atom_layers = [f"atom_conv_layers.{i}.twoBody_atom" for i in range(len(self.module.atom_conv_layers))]
-        bond_layers = [f"bond_conv_layers.{i}.twoBody_bond" for i in range(len(self.module.bond_conv_layers))]
-        angle_layers = [f"angle_layers.{i}.twoBody_bond" for i in range(len(self.module.angle_layers))]
+        blocks = {"atom_conv_layers": ("twoBody_atom", "edge"), "bond_conv_layers": ("twoBody_bond", "angle")}
+        blocks["angle_layers"] = ("twoBody_bond", "angle")
         return [
-            *(Site(f"{block}.mlp_{part}.layers.0", "edge") for block in atom_layers for part in ("core", "gate")),
-            *(Site(f"{block}.mlp_{part}.layers.0", "angle") for block in bond_layers for part in ("core", "gate")),
-            # these MLPs begin with a dropout
-            *(Site(f"{block}.mlp_{part}.layers.1", "angle") for block in angle_layers for part in ("core", "gate")),
+            Site(f"{layers}.{i}.{block}.mlp_{part}", rows)
+            for layers, (block, rows) in blocks.items()
+            for i, layer in enumerate(getattr(self.module, layers))
+            for part in ("core", "gate")
+            if layer is not None
         ]
 
     def graph(self, structures: Sequence[Atoms]) -> Graph:
@@ -278,7 +279,10 @@ class CHGNetBackbone(Backbone):
 
     def shift_references(self, offsets: Mapping[int, float]) -> None:
         if self.module.composition_model is None:
-            raise ValueError("this CHGNet has no composition model that could hold energy references")
+            raise ValueError(
+                "this CHGNet has no composition model that could hold energy references; leave them out with "
+                "--no-offsets (offsets=False)"
+            )
         weight = self.module.composition_model.fc.weight
         with torch.no_grad():
             for number, offset in offsets.items():

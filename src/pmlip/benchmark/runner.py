@@ -71,41 +71,43 @@ def run_cells(
                 console.print(f"{cell.name} failed: {error}", markup=False)
             bar.update(task, advance=1, description=f"cells, last {cell.name}")
 
-        queue = deque(waiting)
-        while queue:  # once, unless a worker dies
-            _run_until_broken(queue, work, finished, jobs)
+        _run_all(waiting, work, finished, jobs)
     if failures:
         reasons = "; ".join(f"{name}: {error}" for name, error in failures.items())
         raise CellError(f"{len(failures)} of {len(cells)} cells failed: {reasons}")
 
 
-def _run_until_broken(
-    queue: deque[Cell],
+def _run_all(
+    cells: Sequence[Cell],
     work: Callable[[Cell], dict[str, Any]],
     finished: Callable[[Cell, "Future[dict[str, Any]]"], None],
     jobs: int,
 ) -> None:
-    """Take cells from the queue until it is empty, or until a worker dies, out of memory say, and its pool with it."""
+    """Every job has a pool of its own, which a worker that dies, out of memory say, takes along, but no other cell."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin_worker) as pool:
-        running: dict[Future[dict[str, Any]], Cell] = {}
-        broken = False
-        try:
-            while running or (queue and not broken):
-                while queue and len(running) < jobs and not broken:
-                    try:
-                        running[pool.submit(work, queue[0])] = queue[0]
-                        queue.popleft()
-                    except BrokenProcessPool:
-                        broken = True
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    broken = broken or isinstance(future.exception(), BrokenProcessPool)
-                    finished(running.pop(future), future)
-        except BaseException:
+    queue, free = deque(cells), list(range(jobs))
+    pools: dict[int, ProcessPoolExecutor] = {}
+    running: dict[Future[dict[str, Any]], tuple[int, Cell]] = {}
+    try:
+        while queue or running:
+            while queue and free:
+                job, cell = free.pop(), queue.popleft()
+                if job not in pools:
+                    pools[job] = ProcessPoolExecutor(1, mp_context=context, initializer=_begin_worker)
+                running[pools[job].submit(work, cell)] = job, cell
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                job, cell = running.pop(future)
+                if isinstance(future.exception(), BrokenProcessPool):
+                    pools.pop(job).shutdown(wait=False)
+                finished(cell, future)
+                free.append(job)
+    except BaseException:
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+        raise
+    finally:
+        for pool in pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
-            for worker in multiprocessing.active_children():
-                worker.terminate()
-            raise
 
 
 def run_rounds(rounds: Sequence[Sequence[Cell]], run: Callable[[Sequence[Cell]], None]) -> None:

@@ -239,6 +239,9 @@ def work(cell: Cell, *, settings: SilicaSettings, folder: Path, device: str = "c
     """Fine-tune one method, or put it together from what is fine-tuned, and judge it."""
     data = splits(cell.size, settings)
     if parts := made_of(cell):
+        for part in parts:  # several cells may be made of it, and must not train it side by side
+            if not _weights(part, folder).exists():
+                raise FileNotFoundError(f"{cell.name} is made of {part.name}, which has not been fine-tuned")
         tuned = [_fine_tuned(part, data, settings, folder, device) for part in parts]
         model = _put_together(_method(cell), tuned, data)
         training = _summed([part.record["training"] for part in tuned])

@@ -13,7 +13,8 @@ def run(
 ) -> dict[str, object]:
     check_new_file(out)
     loaded = model.load(path, weights=weights, trust=trust)
-    loaded.check_spread()
+    if loaded.fixed_samples != 1:  # of a single answer no spread is asked
+        loaded.check_spread()
     folded = loaded.member(sample, seed=seed)
     folded.save(out)
     console.print(f"sample {sample} of seed {seed} is an ordinary {folded.name}:{folded.variant} in {out}")

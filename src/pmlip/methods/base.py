@@ -18,6 +18,7 @@ from pmlip.samples import UNTRAINED, Outputs, Samples
 from pmlip.structures import StructureError, as_structures, system_index
 
 Progress = Callable[[int, int], None]
+USUAL_SAMPLES = 16  # where no number is asked for
 ATOMS_IN_A_PASS = 128  # of the methods whose noise belongs to rows
 
 
@@ -130,17 +131,18 @@ class Method(nn.Module, ABC):
         self,
         structures: Atoms | Iterable[Atoms],
         *,
-        samples: int = 16,
+        samples: int | None = None,
         seed: int = 0,
         chunk_atoms: int | None = None,
         progress: Progress | None = None,
     ) -> Samples:
-        """K samples for each structure, on the CPU.
+        """K samples for each structure, on the CPU: by default 16, or as many as there are.
 
         chunk_atoms: how many atoms (times samples) to put through one pass; found by trial when it is not given.
         progress(done, all) is told how many structures are done.
         """
-        return self._samples(structures, self.draw(samples, seed=seed), chunk_atoms, progress)
+        count = (self.fixed_samples or USUAL_SAMPLES) if samples is None else samples
+        return self._samples(structures, self.draw(count, seed=seed), chunk_atoms, progress)
 
     def predict(self, structures: Atoms | Iterable[Atoms], *, chunk_atoms: int | None = None) -> Outputs:
         """The prediction without noise: one pass, no spread."""

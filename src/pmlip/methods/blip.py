@@ -174,7 +174,8 @@ class BLIP(WrappedMethod):
         return each_sample(run, draws)
 
     def penalty(self) -> Tensor | None:
-        return self._penalty
+        penalty, self._penalty = self._penalty, None  # with it goes the graph of the last pass
+        return penalty
 
 
 make = BLIP

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from pmlip.backbones.base import Graph
+from pmlip.backbones.base import Backbone, Graph
 from pmlip.methods.base import WrappedMethod
 
 
@@ -14,6 +14,11 @@ class Deterministic(WrappedMethod):
     @property
     def trained(self) -> bool:
         return False  # there is no spread
+
+    def member(self, number: int, *, seed: int = 0) -> Backbone:
+        if number != 0:
+            raise ValueError(f"a deterministic potential has one sample, number 0, not {number}")
+        return self.backbone
 
     def draw(self, samples: int, *, seed: int = 0) -> Tensor:
         if samples != 1:

@@ -38,7 +38,7 @@ class Gaussian(WrappedMethod):
 
     def forward(self, graph: Graph, draws: Tensor | None) -> dict[str, Tensor]:
         outputs = self.backbone(graph)
-        if draws is None or not self.trained:
+        if draws is None or self.training or not self.trained:  # it is the potential inside that is trained
             count = 1 if draws is None else len(draws)
             return {name: value.expand(count, *value.shape) for name, value in outputs.items()}
         units = self._units(graph, outputs)

@@ -94,6 +94,8 @@ def train(
     """
     if recipe.batch > len(data):
         raise ValueError(f"a batch of {recipe.batch} cannot be taken from {len(data)} trajectories")
+    if recipe.many is not None:
+        raise ValueError(f"this recipe depends on the size of the data (many={recipe.many}); give recipe.at(size)")
     if recipe.patience is not None and watch is None:
         raise ValueError(f"with patience={recipe.patience} a method must be watched on validation data")
     if method.trains_on_samples and min(recipe.samples) < 2:
@@ -182,8 +184,9 @@ def _optimizers(method: Method, recipe: Recipe) -> list[torch.optim.Optimizer]:
     def listed(matrices: bool) -> list[dict[str, object]]:
         return [{"params": own, "weight_decay": decay} for (matrix, decay), own in groups.items() if matrix == matrices]
 
-    adamw = torch.optim.AdamW(listed(False), lr=recipe.learning_rate, betas=(0.9, 0.99))
-    return [adamw, Muon(listed(True), lr=recipe.learning_rate)] if recipe.orthogonal else [adamw]
+    # of the betas the cycle sets the first, between 0.85 and 0.95
+    adamw = torch.optim.AdamW(listed(False), lr=recipe.learning_rate, betas=(0.95, 0.99))
+    return [adamw, Muon(matrices, lr=recipe.learning_rate)] if (matrices := listed(True)) else [adamw]
 
 
 @torch.no_grad()
