@@ -2,13 +2,17 @@ import json
 
 import pytest
 from ase.io import write
+from rich.console import Console
 from typer.testing import CliRunner
 
-from pmlip import datasets
+from pmlip import datasets, model
+from pmlip.benchmark import silica as benchmark
+from pmlip.benchmark import silica_tables
 from pmlip.benchmark.runner import Cell
-from pmlip.benchmark.silica import SilicaSettings, made_of, splits, work
+from pmlip.benchmark.silica import SilicaSettings, made_of, splits
 from pmlip.cli import app
 from pmlip.config import FinetuneConfig
+from pmlip.files import write_json
 from test_backbones_orb import WIDTHS, small
 from test_datasets import in_kcal, silica
 
@@ -119,10 +123,26 @@ def test_the_setting_of_the_paper_with_a_small_orb_and_a_file_of_its_form(tmp_pa
     )
     data = splits(3, settings)
     assert (len(data.train), len(data.valid), len(data.test)) == (3, 2, 4)
-    for method in ("p", "blip+published"):
-        result = work(Cell(f"orb_v3_direct_20_omat-train-{method}", 3, 0), settings=settings, folder=tmp_path)
-        assert result["test"]["force_crps"] > 0
-        assert result["settings"]["data"] == "tan_silica:train.xyz"
+
+    def in_this_process(cells, job, folder, **_):  # where Orb is small
+        for cell in cells:
+            write_json(cell.file(folder), job(cell))
+
+    monkeypatch.setattr(benchmark, "run_cells", in_this_process)
+    for name in ("PAIRS_FOR_SLOPE", "CURVED_DIRECTIONS"):  # of what is fitted in the end, which here takes longest
+        monkeypatch.setattr(model, name, 2)
+    for method in ("p", "blip"):
+        monkeypatch.setitem(silica_tables.PAPER, (method, 3), silica_tables.PAPER[method, 32])
+    names, out = ["p", "p+paper", "blip+published"], tmp_path / "results"
+    rows = benchmark.run(settings, names=names, sizes=[3], seeds=1, folder=out, jobs=1, console=Console(quiet=True))
+    assert {row["method"]: row["paper_force_crps"]["mean"] for row in rows} == pytest.approx(
+        {"p": 1.94e-3, "p+paper": 1.94e-3, "blip+published": 5.78e-3}
+    )
+    assert (out / "table.md").read_text().count("(paper ") == 9
+    assert (out / "figure.png").exists()
+    result = json.loads((out / "orb_v3_direct_20_omat-train-blip+published-3-0.json").read_text())
+    assert result["test"]["force_crps"] > 0
+    assert result["settings"]["data"] == "tan_silica:train.xyz"
     assert result["settings"]["config"]["clip"] == 0.5
     with pytest.raises(ValueError, match=r"6 structures in all were asked for, .* holds 5"):
         splits(5, settings)

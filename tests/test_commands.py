@@ -172,6 +172,11 @@ def wrong_files(folder):
         renamed.append(copied)
     write(folder / "renamed.extxyz", renamed)
     (folder / "empty.extxyz").touch()
+    unknown = [atoms.copy() for atoms in good]
+    for copied, atoms in zip(unknown, good, strict=True):
+        copied.info["REF_energy"], copied.arrays["REF_forces"] = atoms.get_potential_energy(), atoms.get_forces()
+    unknown[3].arrays["REF_forces"][1, 2] = np.nan
+    write(folder / "nan.extxyz", unknown)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +190,7 @@ def wrong_files(folder):
             ["renamed.extxyz"],
             "pbe_energy, pbe_forces, displacement. Say which are the labels with --energy-key",
         ),
+        (["nan.extxyz"], "nan.extxyz: structure 3 (O8Si4): its label 'forces' is NaN or infinite"),
         (["few.extxyz"], "few.extxyz holds 3 structures, too few to train on 1 and hold out 2"),
         ([str(SILICA), "--backbone", "chgnet:9"], "unknown CHGNet variant '9'"),
         ([str(SILICA), "--method", "blib"], "unknown method 'blib'"),

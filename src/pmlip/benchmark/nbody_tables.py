@@ -44,6 +44,7 @@ def summary(results: Results) -> list[dict[str, Any]]:
                 }
         row["training_passes"] = statistics.mean(result["training"]["passes"] for result in found)
         row["training_seconds"] = statistics.mean(result["training"]["seconds"] for result in found)
+        row["prediction_seconds"] = statistics.mean(result["prediction"]["seconds"] for result in found)
         rows.append(row)
     return rows
 
@@ -57,8 +58,8 @@ def table(results: Results) -> str:
     """Table 1 as Markdown."""
     lines = [
         "| n | method | K | MSE x 1e3 | paper | CRPS x 1e2 | as trained | paper | SSR | as trained | paper "
-        "| training: passes, seconds | seeds |",
-        "|---" * 13 + "|",
+        "| training: passes, seconds | prediction: seconds | seeds |",
+        "|---" * 14 + "|",
     ]
 
     def cell(row: dict[str, Any], name: str, key: str) -> str:
@@ -69,9 +70,8 @@ def table(results: Results) -> str:
         columns = [(name, key) for name in SCALES for key in (name, f"{name}_as_trained", f"paper_{name}")]
         scores = [cell(row, name, key) for name, key in columns if key != "mse_as_trained"]  # the mean stays
         cost = f"{row['training_passes']:.1e}, {row['training_seconds']:.0f}"
-        lines.append(
-            f"| {row['size']} | {row['method']} | {row['samples']} | {' | '.join(scores)} | {cost} | {row['seeds']} |"
-        )
+        cells = [row["size"], row["method"], row["samples"], *scores, cost, f"{row['prediction_seconds']:.0f}"]
+        lines.append(f"| {' | '.join(map(str, cells))} | {row['seeds']} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,5 +1,6 @@
 """The paper's first benchmark: where five charged particles are after a thousand steps."""
 
+from pmlip.nbody.data import read_public
 from pmlip.nbody.simulate import initial, simulate
 
-__all__ = ["initial", "simulate"]
+__all__ = ["initial", "read_public", "simulate"]
