@@ -5,7 +5,7 @@ from ase.io import write
 from rich.console import Console
 from typer.testing import CliRunner
 
-from pmlip import datasets, model
+from pmlip import datasets, parabola
 from pmlip.benchmark import silica as benchmark
 from pmlip.benchmark import silica_tables
 from pmlip.benchmark.runner import Cell
@@ -130,7 +130,7 @@ def test_the_setting_of_the_paper_with_a_small_orb_and_a_file_of_its_form(tmp_pa
 
     monkeypatch.setattr(benchmark, "run_cells", in_this_process)
     for name in ("PAIRS_FOR_SLOPE", "CURVED_DIRECTIONS"):  # of what is fitted in the end, which here takes longest
-        monkeypatch.setattr(model, name, 2)
+        monkeypatch.setattr(parabola, name, 2)
     for method in ("p", "blip"):
         monkeypatch.setitem(silica_tables.PAPER, (method, 3), silica_tables.PAPER[method, 32])
     names, out = ["p", "p+paper", "blip+published"], tmp_path / "results"

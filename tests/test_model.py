@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 import torch
 from ase import Atoms
@@ -87,15 +86,6 @@ def test_errors_name_the_structure_as_it_was_given_not_as_it_was_chunked(model):
 def test_bad_input_is_refused(model, call, message):
     with pytest.raises(ValueError, match=message):
         call(model)
-
-
-def test_the_few_directions_in_which_energies_are_curved_are_found():
-    """A quadratic function of 128 variables that is curved in 8 directions only, and a line."""
-    random = np.random.default_rng(0)
-    axes, sizes = random.normal(size=(8, 128)), random.normal(size=8)
-    curvature, slope = torch.tensor(axes.T @ np.diag(sizes) @ axes), torch.tensor(random.normal(size=128))
-    found = pmlip.perturb(tiny_backbone())._curvature(lambda e: e.double() @ curvature + slope)
-    torch.testing.assert_close(found, curvature)
 
 
 @pytest.mark.parametrize(("scale", "share"), [(0.05, 0.1), (0.5, 0.5)])

@@ -3,8 +3,9 @@
 Noise enters at the first linear layer of each message and update MLP, the model is trained with the fair CRPS,
 and every prediction comes as K samples. To read the code, follow the flow of the data:
 
-    datasets, reading -> structures -> backbones -> noise -> injection -> model (chunks, checkpoint) -> samples
-        -> scores -> losses -> training (config, runstate, references) | metrics -> evaluation | calculator, propagation
+    datasets, reading -> structures -> backbones -> noise -> injection -> model (chunks, parabola, checkpoint)
+        -> samples -> scores -> losses -> training (config, preparation, references, runstate) | metrics -> evaluation
+        | calculator, propagation
 """
 
 import importlib

@@ -1,8 +1,7 @@
 """Perturbed models: a module or a potential whose samples are functions."""
 
 import copy
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, overload
@@ -12,12 +11,11 @@ from ase import Atoms
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pmlip import checkpoint, methods, noise
+from pmlip import checkpoint, methods, noise, parabola
 from pmlip.backbones.base import Backbone, Graph
 from pmlip.chunks import FIXED_ATOMS
 from pmlip.injection import Site, Sites, find_sites, inject, noisy_layers, vanish_with_input
 from pmlip.methods.base import USUAL_SAMPLES, Method, Progress
-from pmlip.noise import SEED_OF_FIT
 from pmlip.samples import STILL, Samples
 from pmlip.structures import evenly
 
@@ -119,9 +117,6 @@ class Perturbed(nn.Module):
         )
 
 
-# how the zero of the energies is fitted
-PAIRS_FOR_SLOPE = 16  # of draws
-CURVED_DIRECTIONS = 16  # of z; eight would do for CHGNet
 ATOMS_IN_A_GRADIENT = 64  # times samples, in one pass
 RELAXED = 0.05  # eV/Å; with smaller forces, structures are at rest
 
@@ -176,8 +171,7 @@ class Potential(Perturbed, Method):
     def fit_energy_zero(self, structures: Sequence[Atoms], *, curved: bool = True) -> None:
         """Take out of the samples' energies what is common to these structures and linear (or quadratic) in z.
 
-        The best parabola through a function of normal draws has the mean of its gradient as slope and the mean of its
-        second derivatives as curvature (Stein's lemma), and a gradient costs no more than a training step.
+        A parabola is fitted by gradients, each of which costs no more than a training step.
         """
         graphs = [(self.backbone.graph([atoms]), len(atoms)) for atoms in structures]
 
@@ -194,35 +188,13 @@ class Potential(Perturbed, Method):
                     total += torch.autograd.grad(energy, leaf)[0]
             return sums.double() / len(graphs)
 
-        # in pairs e and -e what is even cancels from the slope
-        pairs = self.draw(2 * PAIRS_FOR_SLOPE, seed=SEED_OF_FIT, kind="antithetic").split(2)
-        slope = torch.cat([gradient(pair) for pair in pairs]).mean(0)
-        curvature = self._curvature(gradient).to(slope) if curved else None
+        slope = parabola.fit_slope(gradient, self.noise.dim)
+        curvature = parabola.fit_curvature(gradient, self.noise.dim).to(slope) if curved else None
         with torch.no_grad():
             to_z = torch.linalg.inv(self.noise.mixing.double())
             self.energy_zero.sub_((slope @ to_z).to(self.energy_zero))
             if curvature is not None:
                 self.energy_curvature.sub_((to_z.T @ curvature @ to_z).to(self.energy_curvature))
-
-    def _curvature(self, gradient: Callable[[Tensor], Tensor]) -> Tensor:
-        """The mean of the second derivatives, (noise, noise), in the few directions in which they are large."""
-        count = min(CURVED_DIRECTIONS, self.noise.dim)
-
-        def applied(directions: Tensor, seed: int) -> Tensor:
-            """The mean of the second derivatives times each direction, (direction, noise)."""
-            products = []
-            for direction, draw in zip(directions, self.draw(count, seed=seed), strict=True):
-                # along the direction the three-point rule for normal variables, whose middle point drops out; across
-                # it a draw of both signs, so that what is odd cancels
-                across = draw - (draw @ direction) * direction
-                both, step = torch.stack([across, -across]), math.sqrt(3) * direction
-                products.append((gradient(both + step) - gradient(both - step)).mean(0) / (2 * math.sqrt(3)))
-            return torch.stack(products).cpu()
-
-        anywhere = functional.normalize(self.draw(count, seed=SEED_OF_FIT, kind="orthogonal"))
-        large = torch.linalg.qr(applied(anywhere, SEED_OF_FIT - 1).T).Q.T
-        inner = applied(large, SEED_OF_FIT - 2) @ large.T
-        return large.T @ ((inner + inner.T) / 2) @ large
 
     def rate_for_new(self, structures: Sequence[Atoms], error: float) -> float:
         """0.4 % of the random noise weights with which the spread would be as large as the error.

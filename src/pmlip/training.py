@@ -19,8 +19,8 @@ from pmlip.chunks import FIXED_ATOMS, is_out_of_memory
 from pmlip.config import FinetuneConfig
 from pmlip.methods.base import Method
 from pmlip.noise import SEED_OF_FIT
+from pmlip.preparation import check_validation, prepare
 from pmlip.processes import of_first, sum_gradients, summed
-from pmlip.references import fit_offsets
 from pmlip.rotation import random_rotation, rotated
 from pmlip.runstate import (
     STATE_FILE,
@@ -77,7 +77,7 @@ def finetune(
     listed, held_out = as_structures(train), as_structures(valid) if valid else []
     check_labels(listed, config.learned, missing=config.missing)
     if held_out:
-        _check_validation(held_out, config)
+        check_validation(held_out, config)
     if model.trains_on_samples and config.samples < 2:
         raise ValueError(f"a spread is learned from at least 2 samples, got samples={config.samples}")
     if model.needs_validation and not held_out:
@@ -103,18 +103,6 @@ def finetune(
         runs.append(_Run(part, listed, held_out, own, place, fabric).to_the_end(show))
     model.finish(held_out)
     return runs[0] if len(runs) == 1 else replace(runs[0], seconds=sum(run.seconds for run in runs))
-
-
-def _check_validation(held_out: Sequence[Atoms], config: FinetuneConfig) -> None:
-    found = labels(held_out)
-    if not any(bool(found[name].isfinite().any()) for name in config.learned):
-        raise ValueError(
-            f"the validation structures carry none of {', '.join(config.learned)}; Atoms.copy() leaves labels behind"
-        )
-    try:
-        check_labels(held_out, config.learned, missing=config.missing)
-    except ValueError as error:
-        raise ValueError(f"of the validation structures: {error}") from error
 
 
 def seconds_per_step(model: Method, train: Sequence[Atoms], config: FinetuneConfig, fabric: "Fabric") -> float:
@@ -156,7 +144,7 @@ class _Run:
         if stored:
             self.offsets, self.scales, self.noise_rate = stored["offsets"], stored["scales"], stored["noise_rate"]
         else:
-            self.offsets, self.scales = self._prepare()
+            self.offsets, self.scales = prepare(model, train, config)
             error = self.scales.get("forces", DEFAULT_ERROR)
             self.noise_rate = float(f"{config.noise_rate or self.model.rate_for_new(train, error):.2g}")  # as printed
             if start := self.model.usual_start if config.start is None else config.start:
@@ -171,30 +159,6 @@ class _Run:
         self.averaged = [parameter.detach().clone() for parameter in self.parameters]
         if stored:
             self._restore(stored)
-
-    def _prepare(self) -> tuple[dict[int, float], dict[str, float]]:
-        """Fit and apply the energy offsets; measure the error of each label before fine-tuning."""
-        target, outputs = labels(self.train), self.model.predict(self.train, chunk_atoms=FIXED_ATOMS)
-        offsets: dict[int, float] = {}
-        energy = outputs.energy.double()
-        if self.config.offsets and bool(target.energy.isfinite().any()):
-            offsets = fit_offsets(target.energy.numpy(), energy.numpy(), self.train)
-            self.model.backbone.shift_references(offsets)
-            shift = [sum(offsets.get(int(number), 0.0) for number in atoms.numbers) for atoms in self.train]
-            energy = energy + torch.tensor(shift, dtype=torch.float64)
-        errors = {"energy": (energy - target.energy) / target.atoms_per_system}
-        errors |= {name: outputs[name].double() - target[name] for name in ("forces", "stress") if name in outputs}
-        scales = {}
-        for name, error in errors.items():
-            present = error[error.isfinite()]
-            if len(present) and self.config.weights[name] > 0:
-                # an error of zero would make the weight infinite: the model knows these labels already
-                scales[name] = max(float(present.abs().mean()), 1e-6)
-        if not scales:
-            raise ValueError(
-                "no label that the model predicts and that has a weight in the loss is there to learn from"
-            )
-        return offsets, scales
 
     @property
     def weights(self) -> dict[str, float]:
