@@ -99,9 +99,14 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "samples-10": {"samples": (10, 10)},
 }
 
-# AdamW for large training sets too, in all its passes
-OF_LARGE_SETS = {f"{method}+adamw": replace(RECIPES[method], many=None) for method in ("p-egnn", "egnn")}
-LARGE = 10_000
+# AdamW in twice the passes, where Muon is what methods are trained by: the recipe, and for which training sizes
+_BEFORE: dict[str, Any] = {"orthogonal": False, "epochs": 300, "learning_rate": 2e-3}
+ADAMW: dict[str, tuple[Recipe, tuple[int, ...]]] = {
+    "p-egnn+adamw": (replace(RECIPES["p-egnn"], many=None), (10_000,)),
+    "egnn+adamw": (replace(RECIPES["egnn"], many=None), (10_000,)),
+    "blip+adamw": (replace(RECIPES["blip"], **_BEFORE), (1000, 3000)),
+    "mc-dropout+adamw": (replace(RECIPES["mc-dropout"], **_BEFORE), (1000, 3000)),
+}
 
 
 def trials(methods: Sequence[str]) -> dict[str, Recipe]:
@@ -133,9 +138,10 @@ def tune(methods: Sequence[str], folder: Path, *, jobs: int, console: Console) -
 
 def ablate(folder: Path, *, seeds: int, jobs: int, console: Console) -> None:
     """Train each ablation."""
-    sizes = dict.fromkeys(ablations(), 1000) | dict.fromkeys(OF_LARGE_SETS, LARGE)
-    cells = [Cell(name, size, seed) for name, size in sizes.items() for seed in range(seeds)]
-    _run(cells, Preset(NBodySettings(), ablations() | OF_LARGE_SETS), folder, jobs=jobs, console=console)
+    sizes = dict.fromkeys(ablations(), (1000,)) | {name: sizes for name, (_, sizes) in ADAMW.items()}
+    cells = [Cell(name, size, seed) for name, own in sizes.items() for size in own for seed in range(seeds)]
+    recipes = ablations() | {name: recipe for name, (recipe, _) in ADAMW.items()}
+    _run(cells, Preset(NBodySettings(), recipes), folder, jobs=jobs, console=console)
 
 
 def _run(cells: Sequence[Cell], preset: Preset, folder: Path, *, jobs: int, console: Console) -> None:
