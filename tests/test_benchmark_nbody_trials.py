@@ -1,8 +1,10 @@
 from dataclasses import fields
+from pathlib import Path
 
-from pmlip.benchmark.nbody import _make
-from pmlip.benchmark.nbody_trials import ABLATIONS, OF_METHOD, START, ablations, table, trials
-from pmlip.benchmark.runner import Cell
+from pmlip.benchmark.nbody import RECIPES, NBodySettings, Preset, _make, prepare
+from pmlip.benchmark.nbody_trials import ABLATIONS, ADAMW, OF_METHOD, START, ablations, table, trials
+from pmlip.benchmark.runner import Cell, read_cells
+from pmlip.nbody import data as nbody_data
 from pmlip.nbody.training import Recipe
 
 
@@ -16,6 +18,17 @@ def test_a_trial_changes_something_and_can_be_made():
         assert changed or name.endswith("+start")
         _make(name, recipe)
     assert len(ablations()) == len(ABLATIONS)
+
+
+def test_the_cells_that_are_published_belong_to_these_recipes(monkeypatch):
+    """Otherwise a clone could not go on with them."""
+    monkeypatch.setattr(nbody_data, "load", lambda *_: None)
+    published = Path(__file__).parents[1] / "benchmarks" / "results" / "nbody"
+    of_ablation = ablations() | {name: recipe for name, (recipe, _) in ADAMW.items()}
+    folders = {"": RECIPES, "trials": trials(tuple(OF_METHOD)), "ablation": of_ablation}
+    for folder, recipes in folders.items():
+        assert read_cells(published / folder)
+        prepare([], Preset(NBodySettings(), recipes), published / folder, seeds=4)
 
 
 def test_the_table_has_the_best_on_the_way_first():
