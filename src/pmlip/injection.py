@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pmlip.layers import Gathered, Mixin, become, mixed_class
+from pmlip.gathered import Gathered
+from pmlip.layers import Mixin, become, mixed_class
 from pmlip.noise import Noise
 
 Envelope = Callable[[Tensor], Tensor]

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from pmlip.backbones.base import Backbone, Graph, conservative_outputs, distance_features
 from pmlip.files import atomic_write
+from pmlip.gathered import GatheredLinear, gathered
 from pmlip.injection import Site
-from pmlip.layers import GatheredLinear, become, gathered
+from pmlip.layers import become
 from pmlip.structures import StructureError
 
 try:

@@ -15,7 +15,8 @@ from ase.build import bulk
 from torch import Tensor, nn
 
 from pmlip.backbones.base import Backbone, Graph
-from pmlip.layers import Gathered, Mixin, become, linear, mixed_class
+from pmlip.gathered import Gathered, linear
+from pmlip.layers import Mixin, become, mixed_class
 from pmlip.methods.base import WrappedMethod, each_sample, random_numbers
 
 

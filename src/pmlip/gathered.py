@@ -1,0 +1,59 @@
+"""Linear layers on rows that are put together from several tables, [a[i], b[j], c, ...], without putting them together.
+
+Each table goes through its own columns of the weights and is gathered after that: a table of nodes or bonds has far
+fewer rows than there are edges or angles.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Rows of several tables side by side."""
+
+    parts: tuple[tuple[Tensor, Callable[[Tensor], Tensor] | None], ...]  # a table, how it is gathered; None: as it is
+
+    def together(self) -> Tensor:
+        values = [table if gather is None else gather(table) for table, gather in self.parts]
+        rows = torch.broadcast_shapes(*(value.shape[:-1] for value in values))
+        return torch.cat([value.expand(*rows, -1) for value in values], -1)
+
+    def square(self) -> "Gathered":
+        return Gathered(tuple((table.square(), gather) for table, gather in self.parts))
+
+
+def gathered(*parts: tuple[Tensor, Tensor | None]) -> Gathered:
+    """Tables (row, feature), each with the numbers of its rows to take; None: all of them in order."""
+    return Gathered(tuple((table, None if index is None else _Rows(index)) for table, index in parts))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    index: Tensor
+
+    def __call__(self, table: Tensor) -> Tensor:
+        return table.index_select(0, self.index)
+
+
+def linear(x: Tensor | Gathered, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b."""
+    if isinstance(x, Tensor):
+        return functional.linear(x, weight, bias)
+    columns = weight.split([table.shape[-1] for table, _ in x.parts], dim=1)
+    terms: list[Tensor] = []
+    for (table, gather), own in zip(x.parts, columns, strict=True):
+        term = functional.linear(table, own, None if terms else bias)
+        terms.append(term if gather is None else gather(term))
+    return sum(terms[1:], start=terms[0])
+
+
+class GatheredLinear(nn.Linear):
+    """A linear layer that also takes rows which are not put together."""
+
+    def forward(self, x: Tensor | Gathered) -> Tensor:
+        return linear(x, self.weight, self.bias)
