@@ -146,12 +146,12 @@ def ablations(results: Results, tuned: Results) -> str:
 def figure(results: Results) -> "Figure":
     """Figure 1: the three scores against the size of the training set, with the paper's values in dashes."""
     rows = summary(results)
-    picture = empty_figure(11, 3.6)
+    picture = empty_figure(12, 3.6)
     for position, (name, scale) in enumerate(SCALES.items()):
         axes = picture.add_subplot(1, 3, position + 1)
         draw_score(axes, rows, METHODS, name, scale=scale)
         title = {"mse": "MSE × 1e3", "crps": "CRPS × 1e2"}.get(name, "SSR")
         axes.set(xlabel="training trajectories", title=title)
-        if position == 1:
-            axes.legend(fontsize=8)
+        if position == 1:  # all methods have this score
+            picture.legend(*axes.get_legend_handles_labels(), loc="outside right center", fontsize=8)
     return picture

@@ -77,4 +77,7 @@ def draw_score(
             axes.errorbar(sizes, mean, yerr=std, fmt=style, color=f"C{number}", label=label, capsize=3)
     if name == "ssr":
         axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
+    sizes = sorted({row["size"] for row in rows})
     axes.set_xscale("log")
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axes.minorticks_off()
