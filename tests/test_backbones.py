@@ -24,10 +24,8 @@ class TestContractOfTheTestsOwnBackbone(BackboneContract):
     force_tolerance = 1e-12
     cutoffs = (CUTOFF,)
 
-    def test_save_and_load(self, model, backbone, structures, tmp_path):
-        model.save(tmp_path / "model.pt")
-        loaded = pmlip.load(tmp_path / "model.pt", backbone=backbone)
-        self.assert_same(loaded.sample(structures, samples=2), model.sample(structures, samples=2), atoms=8)
+    def load(self, path, backbone):
+        return pmlip.load(path, backbone=backbone)  # it has no name outside the tests
 
 
 def test_each_sample_is_exactly_equivariant():
