@@ -10,7 +10,7 @@ def keep_freed_memory() -> None:
     """Let the process keep the memory that it frees; without effect where the C library is not glibc's.
 
     A training step on a CPU frees and takes hundreds of megabytes. By default glibc hands them back to the system,
-    which clears every page before it gives it out again: a third of the time of a step of CHGNet.
+    which clears every page before it gives it out again: a part of the time of a step that is worth saving.
     """
     if platform.libc_ver()[0] != "glibc":
         return

@@ -150,10 +150,10 @@ class _Run:
             if start := self.model.usual_start if config.start is None else config.start:
                 self.model.start_at_random(start, train, error, seed=config.seed)
                 self._fit_energy_zero(curved=False)  # what training makes of the curvature, steps do not follow
-            # sums on a GPU differ in their last digits, and rates are rounded
-            measured = of_first((self.offsets, self.scales, self.noise_rate), fabric)
-            self.offsets, self.scales, self.noise_rate = measured
-            model.load_state_dict(of_first({name: x.cpu() for name, x in model.state_dict().items()}, fabric))
+            if fabric.world_size > 1:  # sums on a GPU differ in their last digits, and rates are rounded
+                measured = of_first((self.offsets, self.scales, self.noise_rate), fabric)
+                self.offsets, self.scales, self.noise_rate = measured
+                model.load_state_dict(of_first({name: x.cpu() for name, x in model.state_dict().items()}, fabric))
         self.parameters, groups = self._groups()
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, config.second_moment), weight_decay=0.0)
         self.averaged = [parameter.detach().clone() for parameter in self.parameters]
