@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import pmlip
 from pmlip.cli import app
+from pmlip.commands.finetune import _tensorboard
 
 pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
 
@@ -53,6 +54,23 @@ def test_finetune_says_what_it_found_and_leaves_a_model(finetuned):
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     assert "valid" in lines[-1]
+
+
+def test_tensorboard_shows_curves_while_they_grow_and_no_step_twice(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def losses():
+        curves = EventAccumulator(str(tmp_path)).Reload()
+        return [(event.step, event.value) for event in curves.Scalars("loss")]
+
+    with _tensorboard(tmp_path) as write_curves:
+        write_curves(1, {"loss": 3.0})
+        write_curves(2, {"loss": 2.0, "valid": 1.0})
+    with _tensorboard(tmp_path) as write_curves:  # goes on from its last save
+        write_curves(1, {})
+        write_curves(2, {"loss": 2.0})
+        write_curves(3, {"loss": 1.0})
+    assert losses() == [(1, 3.0), (2, 2.0), (3, 1.0)]
 
 
 def test_the_spread_is_scaled_to_the_validation_structures(tmp_path):

@@ -1,11 +1,12 @@
 """pmlip finetune: from a file of DFT data to a model that tells how sure it is."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,8 @@ def run(
             print(f"# {steps} steps of {seconds:.2f} s: about {steps * seconds / 60:.0f} minutes")
         shown = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
         return {"settings": shown, "steps": steps, "seconds_per_step": seconds}
-    with progress_bar(console) as bar:
+    curves = out / "tensorboard" if tensorboard and fabric.global_rank == 0 else None
+    with progress_bar(console) as bar, _tensorboard(curves) as write_curves:
         task = bar.add_task("fine-tuning", total=None)
         best = float("inf")
 
@@ -104,6 +106,7 @@ def run(
             scored = f", validation {best:.3f}" if best < float("inf") else ""
             loss = f" loss {latest['loss']:.3f}" if "loss" in latest else ""
             bar.update(task, completed=step, total=steps, description=f"fine-tuning{loss}{scored}")
+            write_curves(step, latest)
 
         with resumable(console), warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: console.print(f"warning: {train}: {message}", markup=False)
@@ -134,8 +137,6 @@ def run(
     summary = {"backbone": backbone, "method": method, "options": dict(options), **trained.record}
     summary["fingerprints"] = [fingerprint([atoms])[:16] for atoms in (*structures, *held_out)]
     write_json(out / "summary.json", summary)
-    if tensorboard:
-        _write_tensorboard(out / "tensorboard", result.log)
     console.print(f"{result.steps} steps in {result.seconds:.0f} s; the model is {out / 'model.pt'}")
     console.print(f"next: pmlip evaluate {out / 'model.pt'} TEST.extxyz --report report.html")
     return summary
@@ -198,11 +199,24 @@ def as_toml(settings: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _write_tensorboard(folder: Path, log: Sequence[Mapping[str, float]]) -> None:
+@contextlib.contextmanager
+def _tensorboard(folder: Path | None) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
+    """A function (step, latest) that writes curves to this folder as they grow; None: nowhere."""
+    if folder is None:
+        yield lambda step, latest: None
+        return
     from torch.utils.tensorboard import SummaryWriter
 
-    with SummaryWriter(folder) as writer:
-        for line in log:
-            for name, value in line.items():
-                if name not in ("step", "seconds"):
-                    writer.add_scalar(name, value, int(line["step"]))
+    writers: list[SummaryWriter] = []
+
+    def write(step: int, latest: Mapping[str, float]) -> None:
+        if not writers:  # steps that an interrupted run made after its last save are made again
+            writers.append(SummaryWriter(folder, purge_step=step if latest else step + 1))
+        for name, value in latest.items():
+            writers[0].add_scalar(name, value, step)
+
+    try:
+        yield write
+    finally:
+        for writer in writers:
+            writer.close()
