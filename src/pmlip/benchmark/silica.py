@@ -3,20 +3,20 @@
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from ase import Atoms
 from rich.console import Console
 
-from pmlip import datasets, methods
+from pmlip import methods
 from pmlip.backbones import load_backbone
 from pmlip.benchmark.publish import check_installed, publish
 from pmlip.benchmark.runner import Cell, check_settings, read_cells, run_cells, run_rounds
+from pmlip.benchmark.silica_data import SilicaSettings, Splits, splits, stem, without_folder
 from pmlip.benchmark.silica_tables import figure, summary, table
 from pmlip.benchmark.silica_variants import VARIANTS, Variant
 from pmlip.calibration import best_factor
@@ -29,28 +29,11 @@ from pmlip.methods.p_ensemble import PEnsemble
 from pmlip.model import load
 from pmlip.noise import SEED_OF_FIT
 from pmlip.record import environment, slug
-from pmlip.structures import fingerprint, labels, require_labels
+from pmlip.structures import labels, require_labels
 from pmlip.training import finetune
 
-SHIPPED = "silica-pbe"
-TUNING = "silica-pbe-tuning"  # parts of its training and validation data: quartz, and cristobalite as what is unseen
 ENSEMBLES = {"ensemble": Ensemble, "p-ensemble": PEnsemble}
 MADE_OF = {"constant": "deterministic", "force-scaled": "deterministic", "ensemble": "deterministic", "p-ensemble": "p"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SilicaSettings:
-    backbone: str
-    data: str  # silica-pbe, a file of structures, or name:file of pmlip.datasets
-    test_data: str | None = None  # a file of its own to test on; otherwise the test set is taken from the data first
-    unseen: tuple[str, ...] = ()  # files of other structures; silica-pbe has its own
-    weights: str | None = None  # local file of the backbone's weights
-    trust: bool = False  # load weights that are a pickle
-    test: int = 400
-    valid_share: float = 0.25  # of the training structures, as many again to validate on; at least 8, if there are
-    test_unseen: int = 100  # structures of each unseen file
-    test_samples: int = 32
-    config: FinetuneConfig = field(default_factory=FinetuneConfig)
 
 
 def run(
@@ -79,7 +62,7 @@ def run(
         require_labels(data.everything, ("energy", "forces"))
         hashes[size] = data.hash
     load_backbone(settings.backbone, weights=settings.weights, trust=settings.trust)
-    prefix = f"{slug(settings.backbone)}-{slug(_stem(settings.data))}"
+    prefix = f"{slug(settings.backbone)}-{slug(stem(settings.data))}"
     cells = [Cell(f"{prefix}-{name}", size, seed) for size in sizes for name in names for seed in range(seeds)]
     composed = [cell for cell in cells if made_of(cell)]
     needed = [part for cell in composed for part in made_of(cell)]
@@ -114,21 +97,6 @@ def _weights(cell: Cell, folder: Path) -> Path:
     return folder / "weights" / f"{cell.name}.pt"
 
 
-def _file(given: str) -> Path:
-    """The file of "file" or "name:file"."""
-    return Path(given.rpartition(":")[2])
-
-
-def _stem(given: str) -> str:
-    return _file(given).stem
-
-
-def _without_folder(given: str) -> str:
-    """The same without the folder of the file; how it is read ("name:") belongs to the settings."""
-    reader, colon, _ = given.rpartition(":")
-    return f"{reader}{colon}{_file(given).name}"
-
-
 def _method(cell: Cell) -> str:
     return cell.method.split("-", 2)[2]
 
@@ -159,80 +127,15 @@ def _described(settings: SilicaSettings, cell: Cell, structures: str) -> dict[st
     structures: the hash of all structures of the cell, since files of one name can differ.
     """
     content = asdict(replace(settings, config=_config(settings, cell)))
-    content["data"] = _without_folder(settings.data)
-    content["test_data"] = _without_folder(settings.test_data) if settings.test_data else None
-    content["unseen"] = [_without_folder(file) for file in settings.unseen]
+    content["data"] = without_folder(settings.data)
+    content["test_data"] = without_folder(settings.test_data) if settings.test_data else None
+    content["unseen"] = [without_folder(file) for file in settings.unseen]
     content["weights"] = Path(settings.weights).name if settings.weights else None
     content["structures"] = structures
     if options := _variant(cell).options:
         content["options"] = options
     read_back: dict[str, Any] = json.loads(json.dumps(content))
     return read_back
-
-
-@dataclass(frozen=True)
-class Splits:
-    train: list[Atoms]
-    valid: list[Atoms]
-    test: list[Atoms]
-    unseen: dict[str, list[Atoms]]
-
-    @property
-    def everything(self) -> list[Atoms]:
-        parts = (self.train, self.valid, self.test, *self.unseen.values())
-        return [atoms for part in parts for atoms in part]
-
-    @cached_property
-    def hash(self) -> str:
-        return fingerprint(self.everything)[:16]
-
-
-def splits(size: int, settings: SilicaSettings) -> Splits:
-    """The structures of a cell; the same for all seeds, and a smaller training set is the beginning of a larger one."""
-    wanted = max(8, round(settings.valid_share * size))
-    if settings.data in (SHIPPED, TUNING) and (settings.test_data or settings.unseen):
-        raise ValueError(f"{settings.data} has test and unseen sets of its own; give others together with other --data")
-    if settings.data == TUNING:
-        train, valid = datasets.silica_pbe("train"), datasets.silica_pbe("valid")
-        quartz = _of_polymorph(train, "quartz")
-        _check_enough(size + 1, len(quartz), settings)
-        unseen = {"cristobalite": _of_polymorph(valid, "cristobalite")}
-        return Splits(quartz[:size], _of_polymorph(valid, "quartz"), quartz[size:], unseen)
-    if settings.data == SHIPPED:
-        train, valid, test = (datasets.silica_pbe(part) for part in ("train", "valid", "test"))
-        _check_enough(size, len(train), settings)
-        unseen = {part: datasets.silica_pbe(part) for part in datasets.UNSEEN_SILICA_PBE}
-        return Splits(train[:size], valid[:wanted], test, unseen)
-    unseen = {_stem(file): _some(datasets.read_set(file), settings.test_unseen) for file in settings.unseen}
-    if len(unseen) < len(settings.unseen):
-        raise ValueError(f"files of unseen structures must have different names, got {', '.join(settings.unseen)}")
-    structures = datasets.read_set(settings.data)
-    if settings.test_data is not None:
-        # as in the paper: training from the front of the file, validation from its end
-        _check_enough(size + 1, len(structures), settings)
-        rest = structures[size:]
-        return Splits(structures[:size], rest[::-1][:wanted], datasets.read_set(settings.test_data), unseen)
-    _check_enough(settings.test + size + wanted, len(structures), settings)
-    mixed = _some(structures, len(structures))
-    rest = mixed[settings.test :]
-    return Splits(rest[:size], rest[::-1][:wanted], mixed[: settings.test], unseen)
-
-
-def _some(structures: Sequence[Atoms], count: int) -> list[Atoms]:
-    """So many of them by chance, always the same."""
-    return [structures[i] for i in np.random.default_rng(0).permutation(len(structures))[:count]]
-
-
-def _of_polymorph(structures: Sequence[Atoms], polymorph: str) -> list[Atoms]:
-    return [atoms for atoms in structures if atoms.info["polymorph"] == polymorph]
-
-
-def _check_enough(needed: int, held: int, settings: SilicaSettings) -> None:
-    if needed > held:
-        raise ValueError(
-            f"{needed} structures in all were asked for, with those to validate and test on, but {settings.data} holds "
-            f"{held}"
-        )
 
 
 def work(cell: Cell, *, settings: SilicaSettings, folder: Path, device: str = "cpu") -> dict[str, Any]:
@@ -251,7 +154,7 @@ def work(cell: Cell, *, settings: SilicaSettings, folder: Path, device: str = "c
     factor, energy_factor = _spread_factors(model, data.valid, settings)
     as_trained = evaluate(model, data.test, samples=settings.test_samples)
     inside = as_trained.scaled(factor, energy=energy_factor)
-    named = {"backbone": settings.backbone, "data": _stem(settings.data), "method": _method(cell)}
+    named = {"backbone": settings.backbone, "data": stem(settings.data), "method": _method(cell)}
     result: dict[str, Any] = {
         "cell": named | {"size": cell.size, "seed": cell.seed},
         "samples": inside.samples,

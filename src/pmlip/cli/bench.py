@@ -126,22 +126,23 @@ def silica(
 
     Example: pmlip bench silica --methods p,constant --sizes 32 --seeds 2 --steps 400 --jobs 2
     """
-    from pmlip.benchmark import silica as benchmark
+    from pmlip.benchmark.silica import run
+    from pmlip.benchmark.silica_data import SHIPPED, SilicaSettings
     from pmlip.commands.checks import chosen_device
 
     with one_sentence():
-        data = benchmark.SHIPPED if data == "silica_pbe" else data  # its name in Python
-        if test is not None and (data == benchmark.SHIPPED or test_data):
+        data = SHIPPED if data == "silica_pbe" else data  # its name in Python
+        if test is not None and (data == SHIPPED or test_data):
             raise ValueError(f"--test {test}: there is a test set already, {test_data or f'that of {data}'}")
-        rows = benchmark.run(
-            benchmark.SilicaSettings(
+        rows = run(
+            SilicaSettings(
                 backbone=backbone,
                 data=data,
                 test_data=test_data,
                 unseen=tuple(unseen or ()),
                 weights=str(weights) if weights else None,
                 trust=trust,
-                test=benchmark.SilicaSettings.test if test is None else test,
+                test=SilicaSettings.test if test is None else test,
                 test_samples=samples,
                 config=FinetuneConfig(steps=steps, batch=batch, chunk=chunk),
             ),
@@ -167,12 +168,13 @@ def silica_trials(
 
     Example: pmlip bench silica-trials --methods p,blip --jobs 2
     """
-    from pmlip.benchmark import silica as benchmark
+    from pmlip.benchmark.silica import run
+    from pmlip.benchmark.silica_data import TUNING, SilicaSettings
     from pmlip.benchmark.silica_variants import BEFORE, trials
 
     with one_sentence():
-        benchmark.run(
-            benchmark.SilicaSettings(backbone="chgnet", data=benchmark.TUNING, config=BEFORE),
+        run(
+            SilicaSettings(backbone="chgnet", data=TUNING, config=BEFORE),
             names=trials(_listed(methods)),
             sizes=[48],
             seeds=seeds,
