@@ -31,6 +31,7 @@ def test_steps_for_a_training_set(given, structures, steps):
         ({"seed": -1}, "seed must not be negative, got -1"),
         ({"noise_rate": 0.0}, "noise_rate must be positive, got 0.0"),
         ({"average": 1.0}, r"average must lie in \[0, 1\), got 1.0"),
+        ({"energy_without_noise": -1}, "energy_without_noise must not be negative, got -1"),
         ({"second_moment": -0.1}, r"second_moment must lie in \[0, 1\), got -0.1"),
         ({"warm_up": 20}, "warm_up is a share of the steps, between 0 and 1, got 20"),
         ({"fairness": float("nan")}, "fairness must not be negative, got nan"),

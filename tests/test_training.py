@@ -15,6 +15,7 @@ import torch
 from ase import Atoms
 from ase.build import bulk
 from ase.calculators.singlepoint import SinglePointCalculator
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import pmlip
 from conftest import randomise_noise
@@ -98,6 +99,60 @@ def test_a_frozen_backbone_keeps_its_prediction():
     torch.testing.assert_close(after.energy, before.energy + shift)
     assert not torch.allclose(trained.sample(data, samples=4).spread.forces, spread.forces)
     assert all(parameter.requires_grad for parameter in trained.parameters())
+
+
+def gradients(config):
+    """Those of a first step, by parameter, before the optimiser uses them."""
+    trained, found = model(), {}
+
+    def look(optimizer, *_, **__):
+        found.update({name: parameter.grad.clone() for name, parameter in trained.named_parameters()})
+        raise InterruptedError
+
+    handle = register_optimizer_step_pre_hook(look)
+    try:
+        finetune(trained, molecules(), config=replace(config, clip=1e9, start=0.0))
+    except InterruptedError:
+        return trained, found
+    finally:
+        handle.remove()
+
+
+def test_energies_without_noise_are_learned_beside_those_of_samples():
+    """The gradient is that of the samples and that of the absolute error of the prediction without noise, added."""
+    config = replace(CONFIG, batch=10, energy=0.3)
+    trained, joint = gradients(replace(config, energy_without_noise=2.0))
+    _, samples_alone = gradients(replace(config, energy_without_noise=0.0))
+    data = molecules()
+    with torch.no_grad():
+        before = trained(trained.backbone.graph(data), None)
+    target = labels(data)
+    scale = float(((before["energy"][0] - target.energy) / target.atoms_per_system).abs().mean())
+    trained.zero_grad()
+    energy = trained(trained.backbone.graph(data), None)["energy"][0]
+    (2.0 * 0.3 / scale * ((energy - target.energy) / target.atoms_per_system).abs().mean()).backward()
+    for name, parameter in trained.named_parameters():
+        expected = 0 if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(joint[name], samples_alone[name] + expected, msg=name)
+        if "noise" in name:
+            assert not torch.any(torch.as_tensor(expected))
+    assert_same(joint, gradients(replace(config, energy_without_noise=2.0, chunk=1))[1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("change", "each"),
+    [({}, 4), ({"energy_without_noise": 0.0}, 3), ({"energy": 0.0}, 3), ({"freeze_backbone": True}, 3)],
+)
+def test_a_pass_without_noise_is_made_only_where_something_is_learned_from_it(change, each):
+    data, trained = molecules(8), model()
+    passed = []
+    handle = trained.backbone.register_forward_pre_hook(
+        lambda _, given: passed.append(given[0].systems) if trained.training else None
+    )
+    done = finetune(trained, data, config=replace(CONFIG, steps=2, epochs=None, **change))
+    handle.remove()
+    assert passed == [4 * each] * 2
+    assert done.passes == sum(passed)
 
 
 def test_the_best_weights_are_kept_and_patience_ends_a_run():

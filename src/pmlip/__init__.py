@@ -4,8 +4,8 @@ Noise enters at the first linear layer of each message and update MLP, the model
 and every prediction comes as K samples. To read the code, follow the flow of the data:
 
     datasets, reading -> structures -> backbones -> noise -> injection -> model (chunks, parabola, checkpoint)
-        -> samples -> scores -> losses -> training (config, preparation, references, runstate) | metrics -> evaluation
-        | calculator, propagation
+        -> samples -> scores -> losses -> training (config, preparation, references, optimisation, runstate)
+        | metrics -> evaluation | calculator, propagation
 """
 
 import importlib

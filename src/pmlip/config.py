@@ -21,6 +21,9 @@ class FinetuneConfig:
     second_moment: float = 0.98  # decay of AdamW's mean of squared gradients; with its usual 0.999 losses jump up
     average: float = 0.98  # decay of the running mean of the weights, which is what is kept
     energy: float = 0.05  # weight of the energies, each term measured in units of its error before fine-tuning
+    energy_without_noise: float = (
+        1.0  # times that: weight of the energies without noise, where samples are learned from
+    )
     forces: float = 1.0  # weight of the forces
     stress: float = 0.05  # weight of the stress
     fairness: float = 1.0  # below 1 the almost-fair CRPS; above 1 a spread is rewarded more than is proper
@@ -43,7 +46,7 @@ class FinetuneConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"give steps or epochs, not both, got steps={self.steps} and epochs={self.epochs}")
-        for name in ("fairness", "seed", "start"):
+        for name in ("fairness", "seed", "start", "energy_without_noise"):
             if not (getattr(self, name) or 0) >= 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("backbone_rate", "noise_rate", "clip"):

@@ -19,6 +19,7 @@ from pmlip.chunks import FIXED_ATOMS, is_out_of_memory
 from pmlip.config import FinetuneConfig
 from pmlip.methods.base import Method
 from pmlip.noise import SEED_OF_FIT
+from pmlip.optimisation import Optimisation
 from pmlip.preparation import check_validation, prepare
 from pmlip.processes import of_first, sum_gradients, summed
 from pmlip.rotation import random_rotation, rotated
@@ -44,9 +45,10 @@ SAVE_EVERY = 60.0  # seconds between two saves of the state of a run
 
 @dataclass(frozen=True)
 class Finetuned:
-    """How a run went; of a model of several parts, how that of its first part did, but for the seconds."""
+    """How a run went; of a model of several parts, how that of its first part did, but for the costs."""
 
     steps: int
+    passes: int  # structures times samples that went through the network and back
     validation: dict[str, float]  # scores of what was kept: "valid", and by label; empty without a validation set
     offsets: dict[int, float]  # eV per atom of each element, moved into the backbone's references
     scales: dict[str, float]  # mean absolute error of each label before fine-tuning
@@ -102,7 +104,7 @@ def finetune(
         own = replace(config, seed=config.seed * len(parts) + number)  # no two seeds share a part
         runs.append(_Run(part, listed, held_out, own, place, fabric).to_the_end(show))
     model.finish(held_out)
-    return runs[0] if len(runs) == 1 else replace(runs[0], seconds=sum(run.seconds for run in runs))
+    return replace(runs[0], **{name: sum(getattr(run, name) for run in runs) for name in ("seconds", "passes")})
 
 
 def seconds_per_step(model: Method, train: Sequence[Atoms], config: FinetuneConfig, fabric: "Fabric") -> float:
@@ -154,9 +156,7 @@ class _Run:
                 measured = of_first((self.offsets, self.scales, self.noise_rate), fabric)
                 self.offsets, self.scales, self.noise_rate = measured
                 model.load_state_dict(of_first({name: x.cpu() for name, x in model.state_dict().items()}, fabric))
-        self.parameters, groups = self._groups()
-        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, config.second_moment), weight_decay=0.0)
-        self.averaged = [parameter.detach().clone() for parameter in self.parameters]
+        self.optimisation = Optimisation(self._rates(), config, steps=self.steps)
         if stored:
             self._restore(stored)
 
@@ -164,20 +164,16 @@ class _Run:
     def weights(self) -> dict[str, float]:
         return {name: self.config.weights[name] / scale for name, scale in self.scales.items()}
 
-    def _groups(self) -> tuple[list[nn.Parameter], list[dict[str, Any]]]:
+    def _rates(self) -> list[tuple[list[nn.Parameter], float]]:
+        """What is trained, and how fast."""
         new, zero = self.model.new_parameters(), self.model.energy_parameters()
         ids = {id(parameter) for parameter in (*new, *zero)}
-        own = [parameter for parameter in self.model.parameters() if id(parameter) not in ids]
-        own = [] if self.config.freeze_backbone else [parameter for parameter in own if parameter.requires_grad]
-        if not own and not new:
-            raise ValueError("there is nothing to train: the backbone is frozen, and this method adds no parameters")
-        rates = (
-            (own, self.config.backbone_rate or self.model.backbone.rate),
+        own = [p for p in self.model.parameters() if id(p) not in ids and p.requires_grad]
+        return [
+            ([] if self.config.freeze_backbone else own, self.config.backbone_rate or self.model.backbone.rate),
             (new, self.noise_rate),
             (zero if "energy" in self.scales else [], ZERO_SHARE * self.scales.get("energy", 0.0)),
-        )
-        groups = [{"params": parameters, "lr": rate, "rate": rate} for parameters, rate in rates if parameters]
-        return [parameter for parameters, _ in rates for parameter in parameters], groups
+        ]
 
     def to_the_end(self, progress: Callable[[int, int, Mapping[str, float]], None]) -> Finetuned:
         began = saved = time.monotonic()
@@ -188,7 +184,7 @@ class _Run:
         if self.step:
             progress(self.step, self.steps, {})
         # no gradients for what is not trained
-        trained = {id(parameter) for parameter in self.parameters}
+        trained = {id(parameter) for parameter in self.optimisation.parameters}
         frozen = [p for p in self.model.parameters() if p.requires_grad and id(p) not in trained]
         for parameter in frozen:
             parameter.requires_grad_(False)
@@ -214,12 +210,18 @@ class _Run:
             for parameter in frozen:
                 parameter.requires_grad_()
         self._save()
-        self.model.load_state_dict(self.best_state or self._averaged_state())
+        if self.best_state:
+            self.model.load_state_dict(self.best_state)
+        else:
+            self.optimisation.put(self.optimisation.averaged)
         validation = {name: value for name, value in self._best_line.items() if name.startswith("valid")}
         # a parabola moves the mean of the samples, which offsets mend
         if (self._fit_energy_zero(curved=self.config.offsets) | self._fit_offsets_again()) and self.valid:
             validation = self._scores()
-        return Finetuned(self.step, validation, self.offsets, self.scales, self.noise_rate, self.log, self.spent)
+        passes = self.step * self.config.batch * (self.samples + bool(self.point_weight))
+        return Finetuned(
+            self.step, passes, validation, self.offsets, self.scales, self.noise_rate, self.log, self.spent
+        )
 
     def _fit_energy_zero(self, *, curved: bool) -> bool:
         """Whether there was one to be fitted."""
@@ -263,11 +265,11 @@ class _Run:
             chosen = [rotated(atoms, random_rotation(random)) for atoms in chosen]
         # every process draws for the whole batch and takes its part, so their number changes nothing
         generator = torch.Generator().manual_seed(int(random.integers(2**62)))
-        samples = config.samples if self.model.trains_on_samples else 1
-        draws = self.model.draw_for_training(samples, len(chosen), generator)
+        draws = self.model.draw_for_training(self.samples, len(chosen), generator)
+        if self.point_weight:
+            draws = torch.cat([draws, torch.zeros_like(draws[:1])])  # one more sample, without noise
         own = slice(self.fabric.global_rank, None, self.fabric.world_size)
-        for parameter in self.parameters:
-            parameter.grad = torch.zeros_like(parameter)
+        self.optimisation.zero_gradients()
         terms = dict.fromkeys(self.scales, 0.0)
         if chosen[own]:
             graph = self.model.backbone.graph(chosen[own])
@@ -280,61 +282,48 @@ class _Run:
                 if not is_out_of_memory(error):
                     raise
                 raise MemoryError(
-                    f"a step of {len(graph.rows['node'])} atoms with {samples} samples each does not fit into memory; "
-                    "take fewer samples at once with --chunk 1, or fewer structures with --batch"
+                    f"a step of {len(graph.rows['node'])} atoms with {len(draws)} samples each does not fit into "
+                    "memory; take fewer samples at once with --chunk 1, or fewer structures with --batch"
                 ) from error
             terms = {name: float(term) for name, term in loss.terms.items()}
-        sum_gradients(self.parameters, self.fabric)
+        sum_gradients(self.optimisation.parameters, self.fabric)
         terms = summed(terms, self.fabric)
-        norm = nn.utils.clip_grad_norm_(self.parameters, config.clip)
-        if not norm.isfinite():  # the weights are still those of the step before, with which a run can go on
-            raise FloatingPointError(
-                f"the gradient of step {self.step + 1} is NaN or infinite; use smaller rates, or look for atoms on top "
-                "of each other"
-            )
-        self._set_rates()
-        self.optimizer.step()
-        self._average()
+        norm = self.optimisation.step(self.step)
         latest = {f"train_{name}": value for name, value in terms.items()}
-        return {"loss": sum(self.weights[name] * value for name, value in terms.items()), **latest, "norm": float(norm)}
+        return {"loss": sum(self.weights[name] * value for name, value in terms.items()), **latest, "norm": norm}
+
+    @property
+    def samples(self) -> int:
+        """Draws per structure in a step, besides the one without noise."""
+        return self.config.samples if self.model.trains_on_samples else 1
+
+    @property
+    def point_weight(self) -> float:
+        """Of the energies without noise. Early on noise throws energies so far apart that samples alone hardly pull
+        their mean to the label."""
+        learned = self.model.trains_on_samples and "energy" in self.scales and not self.config.freeze_backbone
+        return self.config.energy_without_noise * self.weights["energy"] if learned else 0.0
 
     def _loss(self, part: Sequence[Atoms], whole: Sequence[Atoms], outputs: Mapping[str, Tensor]) -> losses.Loss:
-        loss = losses.crps_loss(
-            outputs,
-            labels(part),
-            weights=self.weights,
-            fairness=self.config.fairness,
-            carriers=losses.count_carriers(labels(whole)),
-        )
+        target, carriers = labels(part), losses.count_carriers(labels(whole))
+        samples = {name: values[:-1] for name, values in outputs.items()} if self.point_weight else outputs
+        loss = losses.crps_loss(samples, target, weights=self.weights, fairness=self.config.fairness, carriers=carriers)
+        if self.point_weight:
+            point = {"energy": outputs["energy"][-1:]}
+            error = losses.crps_loss(point, target, weights={"energy": self.point_weight}, carriers=carriers)
+            loss = loss._replace(total=loss.total + error.total)
         penalty = self.model.penalty()
         sharers = min(self.fabric.world_size, len(whole))  # processes that have structures
         return loss if penalty is None else loss._replace(total=loss.total + penalty / sharers)
 
-    def _set_rates(self) -> None:
-        rising = max(1, round(self.config.warm_up * self.steps))
-        if self.step < rising:
-            factor = (self.step + 1) / rising
-        else:
-            factor = 0.5 * (1 + math.cos(math.pi * (self.step - rising) / max(1, self.steps - rising)))
-        for group in self.optimizer.param_groups:
-            group["lr"] = factor * group["rate"]
-
-    @torch.no_grad()
-    def _average(self) -> None:
-        # early on the mean is over few steps, so that the start is soon forgotten
-        share = 1 - min(self.config.average, (self.step + 1) / (self.step + 10))
-        torch._foreach_lerp_(self.averaged, [parameter.detach() for parameter in self.parameters], share)
-
     def _validate(self) -> dict[str, float]:
         """Score the averaged weights; keep them if none were better."""
-        current = [parameter.detach().clone() for parameter in self.parameters]
-        self._put(self.averaged)
-        scores = self._scores()
-        self.worse = 0 if scores["valid"] < self.best else self.worse + 1
-        if scores["valid"] < self.best:
-            self.best = scores["valid"]
-            self.best_state = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
-        self._put(current)
+        with self.optimisation.with_averaged_weights():
+            scores = self._scores()
+            self.worse = 0 if scores["valid"] < self.best else self.worse + 1
+            if scores["valid"] < self.best:
+                self.best = scores["valid"]
+                self.best_state = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         return scores
 
     def _scores(self) -> dict[str, float]:
@@ -352,15 +341,6 @@ class _Run:
         score = sum(self.weights[name] * value for name, value in terms.items())
         return {"valid": score, **{f"valid_{name}": value for name, value in terms.items()}}
 
-    @torch.no_grad()
-    def _put(self, values: Sequence[Tensor]) -> None:
-        for parameter, value in zip(self.parameters, values, strict=True):
-            parameter.copy_(value)
-
-    def _averaged_state(self) -> dict[str, Tensor]:
-        self._put(self.averaged)
-        return self.model.state_dict()
-
     def _save(self) -> None:
         if self.state_file is None or self.fabric.global_rank:
             return
@@ -376,14 +356,12 @@ class _Run:
             "log": self.log,
             "best_state": self.best_state,
             "model": self.model.state_dict(),
-            "averaged": self.averaged,
-            "optimizer": self.optimizer.state_dict(),
+            **self.optimisation.state(),
         }
         write_state(self.state_file, state)
 
     def _restore(self, stored: dict[str, Any]) -> None:
         self.model.load_state_dict(stored["model"])
-        self.optimizer.load_state_dict(stored["optimizer"])
-        self.averaged = [value.to(self.fabric.device) for value in stored["averaged"]]
+        self.optimisation.restore(stored)
         self.step, self.best, self.worse = stored["step"], stored["best"], stored["worse"]
         self.log, self.best_state, self.spent = stored["log"], stored["best_state"], stored["seconds"]

@@ -72,7 +72,10 @@ def run(
             continue
         if cell.size not in hashes:
             hashes[cell.size] = splits(cell.size, settings).hash
-        check_settings(cell.file(folder), result["settings"], _described(settings, cell, hashes[cell.size]))
+        wanted = _described(settings, cell, hashes[cell.size])
+        # a setting that came later than a file would have changed nothing there
+        stored = result["settings"] | {"config": wanted["config"] | result["settings"]["config"]}
+        check_settings(cell.file(folder), stored, wanted)
     _check_weights(composed, folder)
     job = partial(work, settings=settings, folder=folder, device=device)
     try:
@@ -212,12 +215,11 @@ def _fine_tuned(cell: Cell, data: Splits, settings: SilicaSettings, folder: Path
     config = replace(_config(settings, cell), seed=cell.seed)
     unfinished = file.with_suffix("")
     done = finetune(model, data.train, valid=data.valid, config=config, folder=unfinished)
-    passes = done.steps * config.batch * (config.samples if model.trains_on_samples else 1)
     model.record = {
         "training": {
             "steps": done.steps,
             "structures": done.steps * config.batch,
-            "passes": passes,
+            "passes": done.passes,
             "seconds": round(done.seconds, 1),
             "error_before": done.scales,
             "noise_rate": done.noise_rate,

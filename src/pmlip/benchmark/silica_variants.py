@@ -17,7 +17,7 @@ class Variant:
 TUNED = {"blip": Variant({"second_moment": 0.999})}
 
 COMPARED = {
-    "p+paper": Variant({"start": 0.0}, {"noise_dim": 32}),
+    "p+paper": Variant({"start": 0.0, "energy_without_noise": 0.0}, {"noise_dim": 32}),
     # its schedule counts steps but is advanced once per epoch, so its rates rise until the end; the usual memory of
     # AdamW and no mean of the weights, of which it says nothing
     "blip+published": Variant(
@@ -36,7 +36,7 @@ COMPARED = {
 }
 
 # The tuning of CHGNet: for each method the same number of trials, which differ from what was usual before it.
-BEFORE = FinetuneConfig(steps=200, start=0.0)
+BEFORE = FinetuneConfig(steps=200, start=0.0, energy_without_noise=0.0)
 TRIALS: dict[str, dict[str, Variant]] = {
     "p": {
         "paper": COMPARED["p+paper"],
@@ -75,6 +75,7 @@ ATTEMPTS = {
     "p+energy-0.2": Variant({"start": 1.0, "energy": 0.2}),
     "deterministic+energy-0.01": Variant({"energy": 0.01}),
     "deterministic+energy-0.2": Variant({"energy": 0.2}),
+    "p+energy-without-noise": Variant({"start": 1.0, "energy_without_noise": 1.0}),
     "p+start-3": Variant({"start": 3.0}),
     "p+fixed-noise": Variant({"start": 1.0, "noise_rate": FIXED}),
 }
