@@ -155,6 +155,14 @@ def test_a_pass_without_noise_is_made_only_where_something_is_learned_from_it(ch
     assert done.passes == sum(passed)
 
 
+def test_the_log_of_blip_tells_how_uncertain_its_weights_are():
+    data, trained = molecules(), methods.make("blip", tiny_backbone(), offset=2.0)
+    features = trained.backbone.row_features(trained.backbone.graph(data))
+    alphas = torch.cat([values.flatten() for values in trained.posterior.infer(features).values()])
+    done = finetune(trained, data, config=replace(CONFIG, epochs=1, batch=len(data)))
+    assert done.log[0]["alpha"] == pytest.approx(float(alphas.detach().log().mean().exp()), rel=1e-9)
+
+
 def test_the_best_weights_are_kept_and_patience_ends_a_run():
     """The training labels have nothing to do with the validation labels, so it soon gets worse."""
     data, others = molecules(8), molecules(4, seed=1)

@@ -289,7 +289,7 @@ class _Run:
         sum_gradients(self.optimisation.parameters, self.fabric)
         terms = summed(terms, self.fabric)
         norm = self.optimisation.step(self.step)
-        latest = {f"train_{name}": value for name, value in terms.items()}
+        latest = {f"train_{name}": value for name, value in terms.items()} | self.model.watched()
         return {"loss": sum(self.weights[name] * value for name, value in terms.items()), **latest, "norm": norm}
 
     @property

@@ -99,6 +99,10 @@ class Method(nn.Module, ABC):
         """What the loss holds besides the score of the samples, for the last call of `forward`."""
         return None
 
+    def watched(self) -> dict[str, float]:
+        """Numbers of the last call of `forward` that are worth a line in the log of a training."""
+        return {}
+
     def member(self, number: int, *, seed: int = 0) -> Backbone:
         """Sample `number` of this seed as an ordinary potential, where a sample is one."""
         raise ValueError(

@@ -7,6 +7,7 @@ a small network on the raw features of the row. The posterior is held to the pri
 """
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -154,6 +155,7 @@ class BLIP(WrappedMethod):
             self.backbone.module, layers, features, prior=prior, largest=largest, offset=offset
         ).to(next(backbone.parameters()))
         self._penalty: Tensor | None = None
+        self._alpha = math.nan
 
     def settings(self) -> dict[str, float]:
         return self.options
@@ -167,6 +169,7 @@ class BLIP(WrappedMethod):
         features = self.backbone.row_features(graph)
         alpha = self.posterior.infer({kind: features[kind] for kind in self.posterior.networks})
         self._penalty = self.options["beta"] * self.posterior.divergence(alpha)
+        self._alpha = math.exp(float(torch.cat([values.detach().log().flatten() for values in alpha.values()]).mean()))
 
         def run(generator: torch.Generator) -> dict[str, Tensor]:
             with self.posterior.in_force(alpha, generator):
@@ -177,6 +180,10 @@ class BLIP(WrappedMethod):
     def penalty(self) -> Tensor | None:
         penalty, self._penalty = self._penalty, None  # with it goes the graph of the last pass
         return penalty
+
+    def watched(self) -> dict[str, float]:
+        """The geometric mean of alpha: where it goes to zero, so does the spread."""
+        return {"alpha": self._alpha}
 
 
 make = BLIP
