@@ -51,6 +51,21 @@ def test_missing_labels_leave_both_terms():
     assert bool(predicted["forces"].grad[:, 0, 0].any())
 
 
+def test_what_energies_have_in_common_counts_as_much_as_is_asked():
+    """Their mean residual per atom is moved to that share of itself; a shift of them all then matters as little."""
+    predicted, label = batch()
+    atoms = torch.tensor([3, 1])
+    residual = (predicted["energy"] - label.energy) / atoms
+    expected = fair_crps(residual - 0.7 * residual.mean(), torch.zeros(2)).mean()
+    torch.testing.assert_close(crps_loss(predicted, label, weights={"energy": 1.0}, common_energy=0.3).total, expected)
+    moved = predicted | {"energy": predicted["energy"] + 5.0 * atoms}
+    scores = [crps_loss(given, label, weights={"energy": 1.0}, common_energy=0.0).total for given in (predicted, moved)]
+    torch.testing.assert_close(*scores, rtol=1e-6, atol=0)
+    label.energy[1] = NAN  # one is left, and has nothing in common with others
+    alone = crps_loss(predicted, label, weights={"energy": 1.0}, common_energy=0.0).total
+    torch.testing.assert_close(alone, fair_crps(residual[:, :1], torch.zeros(1)).mean())
+
+
 def test_a_term_without_any_label_is_zero_and_a_batch_without_any_is_refused():
     predicted, label = batch()
     label.energy[:] = NAN

@@ -15,12 +15,14 @@ import torch
 from ase import Atoms
 from ase.build import bulk
 from ase.calculators.singlepoint import SinglePointCalculator
+from lightning_fabric import Fabric
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import pmlip
 from conftest import randomise_noise
 from pmlip import losses, methods, training
 from pmlip.config import FinetuneConfig
+from pmlip.objective import Objective
 from pmlip.structures import fingerprint, labels
 from pmlip.training import finetune
 from tiny import tiny_backbone
@@ -120,7 +122,7 @@ def gradients(config):
 
 def test_energies_without_noise_are_learned_beside_those_of_samples():
     """The gradient is that of the samples and that of the absolute error of the prediction without noise, added."""
-    config = replace(CONFIG, batch=10, energy=0.3)
+    config = replace(CONFIG, batch=10, energy=0.3, common_energy=1.0)
     trained, joint = gradients(replace(config, energy_without_noise=2.0))
     _, samples_alone = gradients(replace(config, energy_without_noise=0.0))
     data = molecules()
@@ -153,6 +155,20 @@ def test_a_pass_without_noise_is_made_only_where_something_is_learned_from_it(ch
     handle.remove()
     assert passed == [4 * each] * 2
     assert done.passes == sum(passed)
+
+
+@pytest.mark.parametrize("offsets", [True, False])
+def test_the_zero_of_the_energies_counts_only_where_it_is_not_fitted_in_the_end(offsets):
+    """A shift of all energies beyond what weights can follow leaves the gradient, and the choice of weights, alone."""
+    config = replace(CONFIG, offsets=offsets, common_energy=0.0, energy=1.0, batch=10)
+    trained, _ = gradients(config)
+    objective = Objective(trained, config, {"energy": 1.0, "forces": 1.0}, Fabric(accelerator="cpu", devices=1))
+    data = molecules()
+    graph, draws = trained.backbone.graph(data), objective.draw(len(data), torch.Generator().manual_seed(0))
+    outputs = {name: value.detach() for name, value in trained(graph, draws).items()}
+    moved = outputs | {"energy": outputs["energy"] + 0.5 * labels(data).atoms_per_system}
+    losses_of = [float(objective.loss(data, data, given).total) for given in (outputs, moved)]
+    assert (losses_of[0] == pytest.approx(losses_of[1], rel=1e-9)) == offsets
 
 
 def test_the_log_of_blip_tells_how_uncertain_its_weights_are():
@@ -343,12 +359,13 @@ DISTRIBUTED = """
     import os, sys, torch
     torch.set_num_threads(1)
     from lightning_fabric import Fabric
+    from dataclasses import replace
     from test_training import CONFIG, model, molecules
     from pmlip.training import finetune
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
     data, trained = molecules(), model()
-    finetune(trained, data[:7], valid=data[7:], config=CONFIG, fabric=fabric)
+    finetune(trained, data[:7], valid=data[7:], config=replace(CONFIG, batch=3), fabric=fabric)
     if fabric.global_rank == 0:
         trained.save(sys.argv[1])
     fabric.barrier()
@@ -357,9 +374,9 @@ DISTRIBUTED = """
 
 
 def test_two_processes_give_what_one_gives(tmp_path):
-    """7 structures in batches of 4: the last batch has 3, so one process has two of them and the other one."""
+    """7 structures in batches of 3: one process has two of them and the other one, and of the last batch none."""
     data, alone = molecules(), model()
-    finetune(alone, data[:7], valid=data[7:], config=CONFIG)
+    finetune(alone, data[:7], valid=data[7:], config=replace(CONFIG, batch=3))
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(DISTRIBUTED))
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}

@@ -24,6 +24,7 @@ class FinetuneConfig:
     energy_without_noise: float = (
         1.0  # times that: weight of the energies without noise, where samples are learned from
     )
+    common_energy: float = 0.1  # share left of the pull on what the energies of a batch have in common; 1 for all of it
     forces: float = 1.0  # weight of the forces
     stress: float = 0.05  # weight of the stress
     fairness: float = 1.0  # below 1 the almost-fair CRPS; above 1 a spread is rewarded more than is proper
@@ -52,8 +53,9 @@ class FinetuneConfig:
         for name in ("backbone_rate", "noise_rate", "clip"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if not 0 <= self.warm_up <= 1:
-            raise ValueError(f"warm_up is a share of the steps, between 0 and 1, got {self.warm_up}")
+        for name in ("warm_up", "common_energy"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is a share, between 0 and 1, got {getattr(self, name)}")
         for name in ("average", "second_moment"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")

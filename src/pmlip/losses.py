@@ -24,6 +24,7 @@ def crps_loss(
     weights: Mapping[str, float] = DEFAULT_WEIGHTS,
     fairness: float = 1.0,
     carriers: Mapping[str, int] | None = None,
+    common_energy: float = 1.0,
 ) -> Loss:
     """sum over outputs of weight * CRPS, averaged over the structures that carry the label.
 
@@ -33,6 +34,9 @@ def crps_loss(
 
     carriers: how many structures carry each label in the whole batch that this is a part of; then the losses (and
     gradients) of the parts add up to that of the whole.
+
+    common_energy: what is left of the mean residual of the energies per atom, over all samples and structures, when
+    they are scored; 0: their zero does not count. The energy of a single structure is scored as it is.
     """
     check_weights(weights, allowed=samples)
     terms: dict[str, Tensor] = {}
@@ -48,7 +52,8 @@ def crps_loss(
         if label.isinf().any():
             raise ValueError(f"a label of {name} is infinite")
         total_carriers = None if carriers is None else carriers[name]
-        terms[name] = _mean_crps(name, prediction, label, labels, fairness, total_carriers)
+        residual = _residual(name, prediction, label, labels, common_energy)
+        terms[name] = _mean_crps(name, residual, label, labels, fairness, total_carriers)
     if carriers is None and not any(bool(labels[name].isfinite().any()) for name in terms):
         raise ValueError(f"no structure of this batch carries a label of {' or '.join(terms)}")
     total = torch.stack([weights[name] * term for name, term in terms.items()]).sum()
@@ -80,14 +85,24 @@ def count_carriers(labels: Outputs) -> dict[str, int]:
     return counts
 
 
-def _mean_crps(
-    name: str, prediction: Tensor, label: Tensor, labels: Outputs, fairness: float, carriers: int | None
-) -> Tensor:
+def _residual(name: str, prediction: Tensor, label: Tensor, labels: Outputs, common_energy: float) -> Tensor:
+    """Prediction - label in double precision, of energies per atom; 0 where there is no label."""
     present = label.isfinite()
     residual = torch.where(present, prediction.double() - label, 0.0)
+    if name != "energy":
+        return residual
+    residual = residual / labels.atoms_per_system.to(label.device)
+    if present.sum() < 2:  # it has nothing in common with others
+        return residual
+    common = residual.sum() / (len(residual) * present.sum())
+    return torch.where(present, residual - (1 - common_energy) * common, 0.0)
+
+
+def _mean_crps(
+    name: str, residual: Tensor, label: Tensor, labels: Outputs, fairness: float, carriers: int | None
+) -> Tensor:
+    present = label.isfinite()
     system, systems = labels.system.to(label.device), labels.systems
-    if name == "energy":
-        residual = residual / labels.atoms_per_system.to(label.device)
     score = almost_fair_crps(residual, torch.zeros_like(label), fairness=fairness)
     # mean over the labelled entries of each structure, then over the structures that have any
     if name in PER_ATOM:

@@ -1,10 +1,12 @@
 """What the processes of a run share."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 if TYPE_CHECKING:  # it takes seconds to import
     from lightning_fabric import Fabric
@@ -26,6 +28,22 @@ def summed(terms: dict[str, float], fabric: "Fabric") -> dict[str, float]:
         return terms
     values = _sum(torch.tensor(list(terms.values()), dtype=torch.float64, device=fabric.device), fabric)
     return dict(zip(terms, values.tolist(), strict=True))
+
+
+def whole_batch(own: Tensor, count: int, fabric: "Fabric") -> Tensor:
+    """The values of all `count` structures of a batch, (..., structure), of which a process has every world_size-th.
+
+    Gradients flow to its own alone. All processes must ask, also one that has none.
+    """
+    if fabric.world_size == 1:
+        return own
+    longest = math.ceil(count / fabric.world_size)
+    padded = functional.pad(own.detach(), (0, longest - own.shape[-1]))
+    gathered = fabric.all_gather(padded)  # (process, ..., structure)
+    assert isinstance(gathered, Tensor)
+    whole = gathered.movedim(0, -1).flatten(-2)[..., :count].clone()
+    whole[..., fabric.global_rank :: fabric.world_size] = own
+    return whole
 
 
 T = TypeVar("T")

@@ -19,9 +19,10 @@ from pmlip.chunks import FIXED_ATOMS, is_out_of_memory
 from pmlip.config import FinetuneConfig
 from pmlip.methods.base import Method
 from pmlip.noise import SEED_OF_FIT
+from pmlip.objective import Objective
 from pmlip.optimisation import Optimisation
 from pmlip.preparation import check_validation, prepare
-from pmlip.processes import of_first, sum_gradients, summed
+from pmlip.processes import of_first, sum_gradients
 from pmlip.rotation import random_rotation, rotated
 from pmlip.runstate import (
     STATE_FILE,
@@ -156,13 +157,10 @@ class _Run:
                 measured = of_first((self.offsets, self.scales, self.noise_rate), fabric)
                 self.offsets, self.scales, self.noise_rate = measured
                 model.load_state_dict(of_first({name: x.cpu() for name, x in model.state_dict().items()}, fabric))
+        self.objective = Objective(model, config, self.scales, fabric)
         self.optimisation = Optimisation(self._rates(), config, steps=self.steps)
         if stored:
             self._restore(stored)
-
-    @property
-    def weights(self) -> dict[str, float]:
-        return {name: self.config.weights[name] / scale for name, scale in self.scales.items()}
 
     def _rates(self) -> list[tuple[list[nn.Parameter], float]]:
         """What is trained, and how fast."""
@@ -217,8 +215,8 @@ class _Run:
         validation = {name: value for name, value in self._best_line.items() if name.startswith("valid")}
         # a parabola moves the mean of the samples, which offsets mend
         if (self._fit_energy_zero(curved=self.config.offsets) | self._fit_offsets_again()) and self.valid:
-            validation = self._scores()
-        passes = self.step * self.config.batch * (self.samples + bool(self.point_weight))
+            validation = self.objective.scores(self.valid, zero_counts=True)
+        passes = self.step * self.config.batch * self.objective.passes
         return Finetuned(
             self.step, passes, validation, self.offsets, self.scales, self.noise_rate, self.log, self.spent
         )
@@ -265,18 +263,19 @@ class _Run:
             chosen = [rotated(atoms, random_rotation(random)) for atoms in chosen]
         # every process draws for the whole batch and takes its part, so their number changes nothing
         generator = torch.Generator().manual_seed(int(random.integers(2**62)))
-        draws = self.model.draw_for_training(self.samples, len(chosen), generator)
-        if self.point_weight:
-            draws = torch.cat([draws, torch.zeros_like(draws[:1])])  # one more sample, without noise
+        draws = self.objective.draw(len(chosen), generator)
         own = slice(self.fabric.global_rank, None, self.fabric.world_size)
         self.optimisation.zero_gradients()
-        terms = dict.fromkeys(self.scales, 0.0)
+        loss = None
         if chosen[own]:
             graph = self.model.backbone.graph(chosen[own])
             part = draws[:, own] if draws.dim() > 1 else draws
             try:
                 loss = losses.backpropagate(
-                    partial(self.model, graph), part, partial(self._loss, chosen[own], chosen), chunk=config.chunk
+                    partial(self.model, graph),
+                    part,
+                    partial(self.objective.loss, chosen[own], chosen),
+                    chunk=config.chunk,
                 )
             except RuntimeError as error:
                 if not is_out_of_memory(error):
@@ -285,61 +284,23 @@ class _Run:
                     f"a step of {len(graph.rows['node'])} atoms with {len(draws)} samples each does not fit into "
                     "memory; take fewer samples at once with --chunk 1, or fewer structures with --batch"
                 ) from error
-            terms = {name: float(term) for name, term in loss.terms.items()}
+        else:
+            self.objective.without_structures(chosen)
         sum_gradients(self.optimisation.parameters, self.fabric)
-        terms = summed(terms, self.fabric)
+        terms = self.objective.summed(loss)
         norm = self.optimisation.step(self.step)
         latest = {f"train_{name}": value for name, value in terms.items()} | self.model.watched()
-        return {"loss": sum(self.weights[name] * value for name, value in terms.items()), **latest, "norm": norm}
-
-    @property
-    def samples(self) -> int:
-        """Draws per structure in a step, besides the one without noise."""
-        return self.config.samples if self.model.trains_on_samples else 1
-
-    @property
-    def point_weight(self) -> float:
-        """Of the energies without noise. Early on noise throws energies so far apart that samples alone hardly pull
-        their mean to the label."""
-        learned = self.model.trains_on_samples and "energy" in self.scales and not self.config.freeze_backbone
-        return self.config.energy_without_noise * self.weights["energy"] if learned else 0.0
-
-    def _loss(self, part: Sequence[Atoms], whole: Sequence[Atoms], outputs: Mapping[str, Tensor]) -> losses.Loss:
-        target, carriers = labels(part), losses.count_carriers(labels(whole))
-        samples = {name: values[:-1] for name, values in outputs.items()} if self.point_weight else outputs
-        loss = losses.crps_loss(samples, target, weights=self.weights, fairness=self.config.fairness, carriers=carriers)
-        if self.point_weight:
-            point = {"energy": outputs["energy"][-1:]}
-            error = losses.crps_loss(point, target, weights={"energy": self.point_weight}, carriers=carriers)
-            loss = loss._replace(total=loss.total + error.total)
-        penalty = self.model.penalty()
-        sharers = min(self.fabric.world_size, len(whole))  # processes that have structures
-        return loss if penalty is None else loss._replace(total=loss.total + penalty / sharers)
+        return {"loss": self.objective.total(terms), **latest, "norm": norm}
 
     def _validate(self) -> dict[str, float]:
         """Score the averaged weights; keep them if none were better."""
         with self.optimisation.with_averaged_weights():
-            scores = self._scores()
+            scores = self.objective.scores(self.valid, zero_counts=not self.config.offsets)
             self.worse = 0 if scores["valid"] < self.best else self.worse + 1
             if scores["valid"] < self.best:
                 self.best = scores["valid"]
                 self.best_state = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         return scores
-
-    def _scores(self) -> dict[str, float]:
-        """Scores of the model as it is on the validation data."""
-        part = self.valid[self.fabric.global_rank :: self.fabric.world_size]
-        terms = dict.fromkeys(self.scales, 0.0)
-        if part:
-            count = self.model.fixed_samples or self.config.validation_samples
-            samples = self.model.sample(part, samples=count, seed=SEED_OF_FIT, chunk_atoms=FIXED_ATOMS)
-            loss = losses.crps_loss(
-                samples, labels(part), weights=self.weights, carriers=losses.count_carriers(labels(self.valid))
-            )
-            terms = {name: float(term) for name, term in loss.terms.items()}
-        terms = summed(terms, self.fabric)
-        score = sum(self.weights[name] * value for name, value in terms.items())
-        return {"valid": score, **{f"valid_{name}": value for name, value in terms.items()}}
 
     def _save(self) -> None:
         if self.state_file is None or self.fabric.global_rank:

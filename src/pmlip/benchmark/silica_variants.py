@@ -16,12 +16,16 @@ class Variant:
 # what a method has of its own in the benchmark, by its trials
 TUNED = {"blip": Variant({"second_moment": 0.999})}
 
+# the score of the energies
+AS_IN_THE_PAPER: dict[str, Any] = {"energy_without_noise": 0.0, "common_energy": 1.0}
+
 COMPARED = {
-    "p+paper": Variant({"start": 0.0, "energy_without_noise": 0.0}, {"noise_dim": 32}),
+    "p+paper": Variant({"start": 0.0, **AS_IN_THE_PAPER}, {"noise_dim": 32}),
     # its schedule counts steps but is advanced once per epoch, so its rates rise until the end; the usual memory of
     # AdamW and no mean of the weights, of which it says nothing
     "blip+published": Variant(
         {
+            "common_energy": 1.0,
             "second_moment": 0.999,
             "average": 0.0,
             "backbone_rate": 1e-5,
@@ -36,7 +40,7 @@ COMPARED = {
 }
 
 # The tuning of CHGNet: for each method the same number of trials, which differ from what was usual before it.
-BEFORE = FinetuneConfig(steps=200, start=0.0, energy_without_noise=0.0)
+BEFORE = FinetuneConfig(steps=200, start=0.0, **AS_IN_THE_PAPER)
 TRIALS: dict[str, dict[str, Variant]] = {
     "p": {
         "paper": COMPARED["p+paper"],
@@ -75,7 +79,9 @@ ATTEMPTS = {
     "p+energy-0.2": Variant({"start": 1.0, "energy": 0.2}),
     "deterministic+energy-0.01": Variant({"energy": 0.01}),
     "deterministic+energy-0.2": Variant({"energy": 0.2}),
+    "deterministic+common-energy-0.1": Variant({"common_energy": 0.1}),
     "p+energy-without-noise": Variant({"start": 1.0, "energy_without_noise": 1.0}),
+    "p+energy-without-noise-common-0.1": Variant({"start": 1.0, "energy_without_noise": 1.0, "common_energy": 0.1}),
     "p+start-3": Variant({"start": 3.0}),
     "p+fixed-noise": Variant({"start": 1.0, "noise_rate": FIXED}),
 }

@@ -1,0 +1,130 @@
+"""What a fine-tuning makes small: the CRPS of samples, each label measured in units of its error before."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from ase import Atoms
+from torch import Tensor
+
+from pmlip import losses
+from pmlip.chunks import FIXED_ATOMS
+from pmlip.config import FinetuneConfig
+from pmlip.methods.base import Method
+from pmlip.noise import SEED_OF_FIT
+from pmlip.processes import summed, whole_batch
+from pmlip.structures import labels
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from lightning_fabric import Fabric
+
+
+class Objective:
+    """scales: mean absolute error of each label before fine-tuning.
+
+    A step that changes forces moves all energies together by more than they differ from their labels. To pull them back
+    would cost the forces, and their zero is fitted in the end, so most of that pull is left out. And early on noise
+    throws energies so far apart that samples alone hardly pull their mean to the label, so the energies without noise
+    are scored too.
+    """
+
+    def __init__(self, model: Method, config: FinetuneConfig, scales: Mapping[str, float], fabric: "Fabric") -> None:
+        self.model, self.config, self.fabric = model, config, fabric
+        self.weights = {name: config.weights[name] / scale for name, scale in scales.items()}
+        self.samples = config.samples if model.trains_on_samples else 1
+        learned = model.trains_on_samples and "energy" in scales and not config.freeze_backbone
+        self.point_weight = config.energy_without_noise * self.weights["energy"] if learned else 0.0
+        self.zero_is_fitted = config.offsets
+
+    def draw(self, systems: int, generator: torch.Generator) -> Tensor:
+        """Draws for a training step, with one more that is no noise where that is scored too."""
+        draws = self.model.draw_for_training(self.samples, systems, generator)
+        return torch.cat([draws, torch.zeros_like(draws[:1])]) if self.point_weight else draws
+
+    @property
+    def passes(self) -> int:
+        """Of each structure in a step."""
+        return self.samples + bool(self.point_weight)
+
+    def loss(self, part: Sequence[Atoms], whole: Sequence[Atoms], outputs: Mapping[str, Tensor]) -> losses.Loss:
+        """That of a batch, with gradients for the part of it that this process has."""
+        energies = whole_batch(outputs["energy"], len(whole), self.fabric)
+        common = self.config.common_energy if self.zero_is_fitted else 1.0
+        loss = self._score(
+            part,
+            whole,
+            {name: values[: self.samples] for name, values in outputs.items()},
+            energies[: self.samples],
+            fairness=self.config.fairness,
+            common=common,
+        )
+        if self.point_weight:
+            point = losses.crps_loss(
+                {"energy": energies[self.samples :]},
+                labels(whole),
+                weights={"energy": self.point_weight},
+                carriers=losses.count_carriers(labels(whole)),
+                common_energy=common,
+            )
+            loss = loss._replace(total=loss.total + point.total)
+        penalty = self.model.penalty()
+        sharers = min(self.fabric.world_size, len(whole))  # processes that have structures
+        return loss if penalty is None else loss._replace(total=loss.total + penalty / sharers)
+
+    def without_structures(self, whole: Sequence[Atoms]) -> None:
+        """What a process does for a batch that is too small for all of them."""
+        whole_batch(
+            torch.zeros(self.passes, 0, dtype=torch.float64, device=self.fabric.device), len(whole), self.fabric
+        )
+
+    def scores(self, valid: Sequence[Atoms], *, zero_counts: bool) -> dict[str, float]:
+        """Scores of the model as it is on validation data; zero_counts: whether the zero of the energies does."""
+        part = valid[self.fabric.global_rank :: self.fabric.world_size]
+        count = self.model.fixed_samples or self.config.validation_samples
+        outputs: Mapping[str, Tensor] = {"energy": torch.zeros(count, 0, dtype=torch.float64)}
+        if part:
+            outputs = self.model.sample(part, samples=count, seed=SEED_OF_FIT, chunk_atoms=FIXED_ATOMS)
+        energies = whole_batch(outputs["energy"].to(self.fabric.device), len(valid), self.fabric)
+        loss = self._score(part, valid, outputs, energies, fairness=1.0, common=1.0 if zero_counts else 0.0)
+        terms = self.summed(loss)
+        return {"valid": self.total(terms), **{f"valid_{name}": value for name, value in terms.items()}}
+
+    def summed(self, loss: losses.Loss | None) -> dict[str, float]:
+        """The terms of all processes, added up; None: this one had no structures."""
+        own = {} if loss is None else loss.terms
+        return summed({name: float(own.get(name, 0.0)) for name in self.weights}, self.fabric)
+
+    def total(self, terms: Mapping[str, float]) -> float:
+        return sum(weight * terms[name] for name, weight in self.weights.items())
+
+    def _score(
+        self,
+        part: Sequence[Atoms],
+        whole: Sequence[Atoms],
+        outputs: Mapping[str, Tensor],
+        energies: Tensor,
+        *,
+        fairness: float,
+        common: float,
+    ) -> losses.Loss:
+        """Of forces and stress the scores of this process's part; of the energies, which share a zero, of them all."""
+        carriers = losses.count_carriers(labels(whole))
+        scored = []
+        others = {name: weight for name, weight in self.weights.items() if name != "energy"}
+        if part and others:
+            scored.append(losses.crps_loss(outputs, labels(part), weights=others, fairness=fairness, carriers=carriers))
+        if "energy" in self.weights:
+            scored.append(
+                losses.crps_loss(
+                    {"energy": energies},
+                    labels(whole),
+                    weights={"energy": self.weights["energy"]},
+                    fairness=fairness,
+                    carriers=carriers,
+                    common_energy=common,
+                )
+            )
+            if self.fabric.global_rank:  # the first process has told it
+                scored[-1] = scored[-1]._replace(terms={})
+        terms = {name: term for loss in scored for name, term in loss.terms.items()}
+        return losses.Loss(torch.stack([loss.total for loss in scored]).sum(), terms)
