@@ -22,3 +22,7 @@ def test_a_variant_changes_something_and_can_be_made():
 def test_methods_without_trials_are_refused():
     with pytest.raises(ValueError, match="unknown method 'constant'; tuned are: p, blip, mc-dropout, deterministic"):
         trials(["constant"])
+
+
+def test_a_single_trial_can_be_asked_for():
+    assert trials(["deterministic", "p+start-3"]) == [*trials(["deterministic"]), "p+start-3"]

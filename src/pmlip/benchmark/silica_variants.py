@@ -68,8 +68,8 @@ TRIALS: dict[str, dict[str, Variant]] = {
     },
 }
 
-# What else was tried: the usual memory of AdamW, other weights of the energies, and a spread of P that rises where
-# there are no data.
+# What else was tried: the usual memory of AdamW, other weights and scores of the energies, and a spread of P that rises
+# where there are no data.
 FIXED = 1e-9  # a rate at which noise weights stay what they are: the backbone learns to live with the noise
 ATTEMPTS = {
     "p+second-moment-0.999": Variant({"start": 0.0, "second_moment": 0.999}, {"noise_dim": 32}),
@@ -80,6 +80,8 @@ ATTEMPTS = {
     "deterministic+energy-0.01": Variant({"energy": 0.01}),
     "deterministic+energy-0.2": Variant({"energy": 0.2}),
     "deterministic+common-energy-0.1": Variant({"common_energy": 0.1}),
+    "blip+common-energy-0.1": Variant({"common_energy": 0.1, "second_moment": 0.999}),
+    "mc-dropout+common-energy-0.1": Variant({"common_energy": 0.1}),
     "p+energy-without-noise": Variant({"start": 1.0, "energy_without_noise": 1.0}),
     "p+energy-without-noise-common-0.1": Variant({"start": 1.0, "energy_without_noise": 1.0, "common_energy": 0.1}),
     "p+start-3": Variant({"start": 3.0}),
@@ -88,11 +90,13 @@ ATTEMPTS = {
 
 
 def trials(methods: list[str]) -> list[str]:
-    """The names of all trials of these methods."""
+    """The names of all trials of these methods; "method+trial" names one, also of what else was tried."""
+    names = []
     for method in methods:
-        if method not in TRIALS:
+        if method not in TRIALS and "+" not in method:
             raise ValueError(f"unknown method {method!r}; tuned are: {', '.join(TRIALS)}")
-    return [f"{method}+{name}" for method in methods for name in TRIALS[method]]
+        names += [method] if "+" in method else [f"{method}+{name}" for name in TRIALS[method]]
+    return names
 
 
 VARIANTS = (
