@@ -3,8 +3,8 @@
 Noise enters at the first linear layer of each message and update MLP, the model is trained with the fair CRPS,
 and every prediction comes as K samples. To read the code, follow the flow of the data:
 
-    datasets, reading -> structures -> backbones -> noise -> injection -> model (chunks, parabola, checkpoint)
-        -> samples -> scores -> losses -> training (config, preparation, references, optimisation, runstate)
+    datasets, reading -> structures -> backbones -> noise -> injection -> model (chunks, parabola, response, checkpoint)
+        -> samples -> scores -> losses -> training (config, preparation, references, objective, optimisation, runstate)
         | metrics -> evaluation | calculator, propagation
 """
 

@@ -11,13 +11,11 @@ from ase import Atoms
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pmlip import checkpoint, methods, noise, parabola
+from pmlip import checkpoint, methods, noise, parabola, response
 from pmlip.backbones.base import Backbone, Graph
-from pmlip.chunks import FIXED_ATOMS
 from pmlip.injection import Site, Sites, find_sites, inject, noisy_layers, vanish_with_input
 from pmlip.methods.base import USUAL_SAMPLES, Method, Progress
-from pmlip.samples import STILL, Samples
-from pmlip.structures import evenly
+from pmlip.samples import Samples
 
 
 class Perturbed(nn.Module):
@@ -118,7 +116,6 @@ class Perturbed(nn.Module):
 
 
 ATOMS_IN_A_GRADIENT = 64  # times samples, in one pass
-RELAXED = 0.05  # eV/Å; with smaller forces, structures are at rest
 
 
 class Potential(Perturbed, Method):
@@ -202,7 +199,7 @@ class Potential(Perturbed, Method):
         Potentials respond to noise very differently (Orb-v2 twenty times as strongly as CHGNet), so no one rate suits
         all. The share is what served Orb-v2 and CHGNet alike.
         """
-        return 0.004 * self._weights_for(error, structures)
+        return 0.004 * response.weights_for(self, error, structures)
 
     @property
     def usual_start(self) -> float:
@@ -211,24 +208,7 @@ class Potential(Perturbed, Method):
     def start_at_random(self, share: float, structures: Sequence[Atoms], error: float, *, seed: int) -> None:
         """Training then takes the spread away where there are data, and leaves it elsewhere."""
         self.energy_curvature.zero_()  # of what was there before
-        self.randomise(share * self._weights_for(error, structures), seed=seed)
-
-    def _weights_for(self, error: float, structures: Sequence[Atoms]) -> float:
-        """The standard deviation of random noise weights with which the spread of forces is as large as the error."""
-        tried, std = copy.deepcopy(self), 0.01
-        tried.randomise(std)
-        some = [_with_another_atom(atoms) if len(atoms) == 1 else atoms.copy() for atoms in evenly(structures, 8)]
-        for atoms in some:
-            if float(tried.predict(atoms).forces.abs().max()) < RELAXED:
-                atoms.rattle(0.05, seed=0)  # where symmetry fixes the forces there would be no spread at all
-        drawn = tried.sample(some, samples=8, chunk_atoms=FIXED_ATOMS)
-        spread = float(drawn.spread.forces.double().square().mean().sqrt())
-        if spread < STILL:
-            raise ValueError(
-                "forces do not respond to noise, so no noise weights can be found that suit them; give structures with "
-                "forces, or the rate and the start with --noise-rate and --start 0"
-            )
-        return std * error / spread
+        self.randomise(share * response.weights_for(self, error, structures), seed=seed)
 
     def sample(
         self,
@@ -264,14 +244,6 @@ class Potential(Perturbed, Method):
         """Scale W_z, so that each sample stays a potential; the spread follows as far as the response is linear."""
         self.noise.mixing.mul_(factor)
         self.record.pop("calibration", None)  # its intervals were for the spread as it was
-
-
-def _with_another_atom(atoms: Atoms) -> Atoms:
-    """The same crystal in a cell twice as long: an atom that is alone in its cell feels no force wherever it is."""
-    repeats = [1, 1, 1]
-    if atoms.pbc.any():
-        repeats[int(atoms.pbc.argmax())] = 2
-    return atoms.repeat(repeats)
 
 
 @overload

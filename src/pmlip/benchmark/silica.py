@@ -18,7 +18,7 @@ from pmlip.benchmark.publish import check_installed, publish
 from pmlip.benchmark.runner import Cell, check_settings, read_cells, run_cells, run_rounds
 from pmlip.benchmark.silica_data import SilicaSettings, Splits, splits, stem, without_folder
 from pmlip.benchmark.silica_tables import figure, summary, table
-from pmlip.benchmark.silica_variants import VARIANTS, Variant
+from pmlip.benchmark.silica_variants import AS_IN_THE_PAPER, VARIANTS, Variant
 from pmlip.calibration import best_factor
 from pmlip.config import FinetuneConfig
 from pmlip.evaluation import Evaluation, compare, evaluate, rank_together
@@ -72,10 +72,9 @@ def run(
             continue
         if cell.size not in hashes:
             hashes[cell.size] = splits(cell.size, settings).hash
-        wanted = _described(settings, cell, hashes[cell.size])
-        # a setting that came later than a file would have changed nothing there
-        stored = result["settings"] | {"config": wanted["config"] | result["settings"]["config"]}
-        check_settings(cell.file(folder), stored, wanted)
+        # of these, files from before they could be set say nothing
+        stored = result["settings"] | {"config": AS_IN_THE_PAPER | result["settings"]["config"]}
+        check_settings(cell.file(folder), stored, _described(settings, cell, hashes[cell.size]))
     _check_weights(composed, folder)
     job = partial(work, settings=settings, folder=folder, device=device)
     try:
