@@ -48,7 +48,7 @@ class Objective:
 
     def loss(self, part: Sequence[Atoms], whole: Sequence[Atoms], outputs: Mapping[str, Tensor]) -> losses.Loss:
         """That of a batch, with gradients for the part of it that this process has."""
-        energies = whole_batch(outputs["energy"], len(whole), self.fabric)
+        energies = whole_batch(outputs["energy"].double(), len(whole), self.fabric)
         common = self.config.common_energy if self.zero_is_fitted else 1.0
         loss = self._score(
             part,
@@ -84,7 +84,7 @@ class Objective:
         outputs: Mapping[str, Tensor] = {"energy": torch.zeros(count, 0, dtype=torch.float64)}
         if part:
             outputs = self.model.sample(part, samples=count, seed=SEED_OF_FIT, chunk_atoms=FIXED_ATOMS)
-        energies = whole_batch(outputs["energy"].to(self.fabric.device), len(valid), self.fabric)
+        energies = whole_batch(outputs["energy"].double().to(self.fabric.device), len(valid), self.fabric)
         loss = self._score(part, valid, outputs, energies, fairness=1.0, common=1.0 if zero_counts else 0.0)
         terms = self.summed(loss)
         return {"valid": self.total(terms), **{f"valid_{name}": value for name, value in terms.items()}}
