@@ -147,3 +147,21 @@ def test_the_setting_of_the_paper_with_a_small_orb_and_a_file_of_its_form(tmp_pa
     assert result["settings"]["config"]["clip"] == 0.5
     with pytest.raises(ValueError, match=r"6 structures in all were asked for, .* holds 5"):
         splits(5, settings)
+
+
+def test_cells_from_before_a_setting_was_there_belong_to_what_was_done_then(tmp_path):
+    """p+paper scores energies as all did then; p does not any more."""
+    settings = SilicaSettings(backbone="chgnet", data="silica-pbe")
+    for name in ("p+paper", "blip+published"):
+        cell = Cell(f"chgnet-silica_pbe-{name}", 8, 0)
+        stored = benchmark._described(settings, cell, splits(8, settings).hash)
+        for later in ("energy_without_noise", "common_energy"):
+            del stored["config"][later]
+        write_json(cell.file(tmp_path), {"settings": stored})
+    benchmark._check_stored("chgnet-silica_pbe", settings, tmp_path)
+    cell = Cell("chgnet-silica_pbe-p", 8, 0)
+    stored["config"] = {**benchmark._described(settings, cell, "")["config"]}
+    del stored["config"]["common_energy"]
+    write_json(cell.file(tmp_path), {"settings": stored})
+    with pytest.raises(ValueError, match=r"other settings \(config.common_energy = 1.0, now 0.1\)"):
+        benchmark._check_stored("chgnet-silica_pbe", settings, tmp_path)

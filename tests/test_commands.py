@@ -56,21 +56,21 @@ def test_finetune_says_what_it_found_and_leaves_a_model(finetuned):
     assert "valid" in lines[-1]
 
 
-def test_tensorboard_shows_curves_while_they_grow_and_no_step_twice(tmp_path):
+def test_tensorboard_shows_no_step_twice_and_loses_none(tmp_path):
+    """Of an ensemble that goes on, each finished part says first that it is finished."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    def losses():
-        curves = EventAccumulator(str(tmp_path)).Reload()
-        return [(event.step, event.value) for event in curves.Scalars("loss")]
-
     with _tensorboard(tmp_path) as write_curves:
-        write_curves(1, {"loss": 3.0})
-        write_curves(2, {"loss": 2.0, "valid": 1.0})
-    with _tensorboard(tmp_path) as write_curves:  # goes on from its last save
-        write_curves(1, {})
-        write_curves(2, {"loss": 2.0})
-        write_curves(3, {"loss": 1.0})
-    assert losses() == [(1, 3.0), (2, 2.0), (3, 1.0)]
+        for step in (1, 2, 3, 4, 5):
+            write_curves(step, {"loss": 10.0 - step})
+    with _tensorboard(tmp_path) as write_curves:  # a part of three steps is finished, the next was saved at its first
+        write_curves(3, {})
+        write_curves(4, {})
+        write_curves(5, {"loss": 5.0})
+        write_curves(6, {"loss": 4.0, "valid": 1.0})
+    curves = EventAccumulator(str(tmp_path)).Reload()
+    assert [(event.step, event.value) for event in curves.Scalars("loss")] == [(n, 10.0 - n) for n in range(1, 7)]
+    assert [event.step for event in curves.Scalars("valid")] == [6]
 
 
 def test_the_spread_is_scaled_to_the_validation_structures(tmp_path):

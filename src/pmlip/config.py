@@ -21,10 +21,8 @@ class FinetuneConfig:
     second_moment: float = 0.98  # decay of AdamW's mean of squared gradients; with its usual 0.999 losses jump up
     average: float = 0.98  # decay of the running mean of the weights, which is what is kept
     energy: float = 0.05  # weight of the energies, each term measured in units of its error before fine-tuning
-    energy_without_noise: float = (
-        1.0  # times that: weight of the energies without noise, where samples are learned from
-    )
-    common_energy: float = 0.1  # share left of the pull on what the energies of a batch have in common; 1 for all of it
+    energy_without_noise: float = 1.0  # times that: weight of the energies without noise, for methods that need it
+    common_energy: float = 0.1  # share left of the pull on what the energies of a batch have in common, with offsets
     forces: float = 1.0  # weight of the forces
     stress: float = 0.05  # weight of the stress
     fairness: float = 1.0  # below 1 the almost-fair CRPS; above 1 a spread is rewarded more than is proper

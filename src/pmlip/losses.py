@@ -33,7 +33,7 @@ def crps_loss(
     label that is NaN is missing: its entry leaves both terms of the score, or the spread could grow there unpunished.
 
     carriers: how many structures carry each label in the whole batch that this is a part of; then the losses (and
-    gradients) of the parts add up to that of the whole.
+    gradients) of the parts add up to that of the whole, energies if `common_energy` is 1.
 
     common_energy: what is left of the mean residual of the energies per atom, over all samples and structures, when
     they are scored; 0: their zero does not count. The energy of a single structure is scored as it is.

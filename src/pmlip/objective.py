@@ -13,6 +13,7 @@ from pmlip.config import FinetuneConfig
 from pmlip.methods.base import Method
 from pmlip.noise import SEED_OF_FIT
 from pmlip.processes import summed, whole_batch
+from pmlip.samples import Outputs
 from pmlip.structures import labels
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -48,22 +49,19 @@ class Objective:
 
     def loss(self, part: Sequence[Atoms], whole: Sequence[Atoms], outputs: Mapping[str, Tensor]) -> losses.Loss:
         """That of a batch, with gradients for the part of it that this process has."""
+        target = labels(whole)
         energies = whole_batch(outputs["energy"].double(), len(whole), self.fabric)
         common = self.config.common_energy if self.zero_is_fitted else 1.0
+        samples = {name: values[: self.samples] for name, values in outputs.items()}
         loss = self._score(
-            part,
-            whole,
-            {name: values[: self.samples] for name, values in outputs.items()},
-            energies[: self.samples],
-            fairness=self.config.fairness,
-            common=common,
+            part, target, samples, energies[: self.samples], fairness=self.config.fairness, common=common
         )
         if self.point_weight:
             point = losses.crps_loss(
                 {"energy": energies[self.samples :]},
-                labels(whole),
+                target,
                 weights={"energy": self.point_weight},
-                carriers=losses.count_carriers(labels(whole)),
+                carriers=losses.count_carriers(target),
                 common_energy=common,
             )
             loss = loss._replace(total=loss.total + point.total)
@@ -84,8 +82,9 @@ class Objective:
         outputs: Mapping[str, Tensor] = {"energy": torch.zeros(count, 0, dtype=torch.float64)}
         if part:
             outputs = self.model.sample(part, samples=count, seed=SEED_OF_FIT, chunk_atoms=FIXED_ATOMS)
-        energies = whole_batch(outputs["energy"].double().to(self.fabric.device), len(valid), self.fabric)
-        loss = self._score(part, valid, outputs, energies, fairness=1.0, common=1.0 if zero_counts else 0.0)
+        energies = whole_batch(outputs["energy"].double().to(self.fabric.device), len(valid), self.fabric).cpu()
+        common = 1.0 if zero_counts else 0.0
+        loss = self._score(part, labels(valid), outputs, energies, fairness=1.0, common=common)
         terms = self.summed(loss)
         return {"valid": self.total(terms), **{f"valid_{name}": value for name, value in terms.items()}}
 
@@ -100,31 +99,33 @@ class Objective:
     def _score(
         self,
         part: Sequence[Atoms],
-        whole: Sequence[Atoms],
+        whole: Outputs,
         outputs: Mapping[str, Tensor],
         energies: Tensor,
         *,
         fairness: float,
         common: float,
     ) -> losses.Loss:
-        """Of forces and stress the scores of this process's part; of the energies, which share a zero, of them all."""
-        carriers = losses.count_carriers(labels(whole))
-        scored = []
+        """Of forces and stress the scores of this process's part; of the energies, which share a zero, of them all.
+
+        whole: the labels of all structures.
+        """
+        carriers = losses.count_carriers(whole)
+        total, terms = torch.zeros((), dtype=torch.float64, device=energies.device), dict[str, Tensor]()
         others = {name: weight for name, weight in self.weights.items() if name != "energy"}
         if part and others:
-            scored.append(losses.crps_loss(outputs, labels(part), weights=others, fairness=fairness, carriers=carriers))
+            scored = losses.crps_loss(outputs, labels(part), weights=others, fairness=fairness, carriers=carriers)
+            total, terms = total + scored.total, dict(scored.terms)
         if "energy" in self.weights:
-            scored.append(
-                losses.crps_loss(
-                    {"energy": energies},
-                    labels(whole),
-                    weights={"energy": self.weights["energy"]},
-                    fairness=fairness,
-                    carriers=carriers,
-                    common_energy=common,
-                )
+            scored = losses.crps_loss(
+                {"energy": energies},
+                whole,
+                weights={"energy": self.weights["energy"]},
+                fairness=fairness,
+                carriers=carriers,
+                common_energy=common,
             )
-            if self.fabric.global_rank:  # the first process has told it
-                scored[-1] = scored[-1]._replace(terms={})
-        terms = {name: term for loss in scored for name, term in loss.terms.items()}
-        return losses.Loss(torch.stack([loss.total for loss in scored]).sum(), terms)
+            total = total + scored.total
+            if self.fabric.global_rank == 0:  # for all of them
+                terms |= scored.terms
+        return losses.Loss(total, terms)

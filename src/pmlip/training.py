@@ -216,7 +216,8 @@ class _Run:
         # a parabola moves the mean of the samples, which offsets mend
         if (self._fit_energy_zero(curved=self.config.offsets) | self._fit_offsets_again()) and self.valid:
             validation = self.objective.scores(self.valid, zero_counts=True)
-        passes = self.step * self.config.batch * self.objective.passes
+        epochs, begun = divmod(self.step, math.ceil(len(self.train) / self.config.batch))
+        passes = (epochs * len(self.train) + begun * self.config.batch) * self.objective.passes
         return Finetuned(
             self.step, passes, validation, self.offsets, self.scales, self.noise_rate, self.log, self.spent
         )
@@ -281,7 +282,7 @@ class _Run:
                 if not is_out_of_memory(error):
                     raise
                 raise MemoryError(
-                    f"a step of {len(graph.rows['node'])} atoms with {len(draws)} samples each does not fit into "
+                    f"a step of {len(graph.rows['node'])} atoms with {config.samples} samples each does not fit into "
                     "memory; take fewer samples at once with --chunk 1, or fewer structures with --batch"
                 ) from error
         else:

@@ -56,25 +56,15 @@ def run(
             allowed = ", ".join([method, *own])
             raise ValueError(f"unknown variant {name!r}; allowed: {allowed}{did_you_mean(name, own)}")
     # before anything is computed: are there enough structures, do they carry labels, can the backbone be had?
-    hashes = {}
     for size in sizes:
-        data = splits(size, settings)
-        require_labels(data.everything, ("energy", "forces"))
-        hashes[size] = data.hash
+        require_labels(splits(size, settings).everything, ("energy", "forces"))
     load_backbone(settings.backbone, weights=settings.weights, trust=settings.trust)
     prefix = f"{slug(settings.backbone)}-{slug(stem(settings.data))}"
     cells = [Cell(f"{prefix}-{name}", size, seed) for size in sizes for name in names for seed in range(seeds)]
     composed = [cell for cell in cells if made_of(cell)]
     needed = [part for cell in composed for part in made_of(cell)]
     trained = list(dict.fromkeys([cell for cell in cells if not made_of(cell)] + needed))
-    for cell, result in read_cells(folder).items():  # one table holds them all
-        if not cell.method.startswith(f"{prefix}-"):
-            continue
-        if cell.size not in hashes:
-            hashes[cell.size] = splits(cell.size, settings).hash
-        # of these, files from before they could be set say nothing
-        stored = result["settings"] | {"config": AS_IN_THE_PAPER | result["settings"]["config"]}
-        check_settings(cell.file(folder), stored, _described(settings, cell, hashes[cell.size]))
+    _check_stored(prefix, settings, folder)
     _check_weights(composed, folder)
     job = partial(work, settings=settings, folder=folder, device=device)
     try:
@@ -82,6 +72,16 @@ def run(
     finally:  # also when a cell failed: what is finished is worth a table
         rows = publish(folder, table=table, summary=summary, figure=figure, console=console)
     return rows
+
+
+def _check_stored(prefix: str, settings: SilicaSettings, folder: Path) -> None:
+    """One table holds all cells of a backbone and a data set, so all must have been made with these settings."""
+    stored = {cell: result for cell, result in read_cells(folder).items() if cell.method.startswith(f"{prefix}-")}
+    hashes = {size: splits(size, settings).hash for size in {cell.size for cell in stored}}
+    for cell, result in stored.items():
+        # of these, files from before they could be set say nothing
+        told = result["settings"] | {"config": AS_IN_THE_PAPER | result["settings"]["config"]}
+        check_settings(cell.file(folder), told, _described(settings, cell, hashes[cell.size]))
 
 
 def _check_weights(composed: Sequence[Cell], folder: Path) -> None:

@@ -25,7 +25,7 @@ COMPARED = {
     # AdamW and no mean of the weights, of which it says nothing
     "blip+published": Variant(
         {
-            "common_energy": 1.0,
+            **AS_IN_THE_PAPER,
             "second_moment": 0.999,
             "average": 0.0,
             "backbone_rate": 1e-5,

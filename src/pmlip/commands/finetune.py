@@ -210,8 +210,10 @@ def _tensorboard(folder: Path | None) -> Iterator[Callable[[int, Mapping[str, fl
     writers: list[SummaryWriter] = []
 
     def write(step: int, latest: Mapping[str, float]) -> None:
+        if not latest:  # this is where a run goes on
+            return
         if not writers:  # steps that an interrupted run made after its last save are made again
-            writers.append(SummaryWriter(folder, purge_step=step if latest else step + 1))
+            writers.append(SummaryWriter(folder, purge_step=step, flush_secs=10))
         for name, value in latest.items():
             writers[0].add_scalar(name, value, step)
 

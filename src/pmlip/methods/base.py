@@ -26,7 +26,7 @@ class Method(nn.Module, ABC):
     """A potential that gives samples. What tells one sample from another, its draw, is a row of a tensor."""
 
     backbone: Backbone
-    trains_on_samples = False  # whether its loss is of K samples; otherwise of one
+    trains_on_samples = False  # whether its loss is of K samples, where a draw of zeros is no noise; otherwise of one
     fixed_samples: int | None = None  # how many samples there are, where that is not free
     origin: checkpoint.Origin  # the backbone it was made from
     record: dict[str, Any]  # how it was trained and calibrated, for its file
