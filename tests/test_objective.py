@@ -72,6 +72,13 @@ def test_a_pass_without_noise_is_made_only_where_something_is_learned_from_it(ch
     assert done.passes == sum(passed)
 
 
+def test_a_chunk_of_all_samples_is_no_chunk():
+    given = {
+        chunk: objective(model(), replace(CONFIG, samples=3, chunk=chunk), {"energy": 1.0}).chunk for chunk in (2, 3, 4)
+    }
+    assert given == {2: 2, 3: None, 4: None}
+
+
 @pytest.mark.parametrize("offsets", [True, False])
 def test_the_zero_of_the_energies_counts_only_where_it_is_not_fitted_in_the_end(offsets):
     """A shift of all energies changes neither the loss nor which weights are kept."""

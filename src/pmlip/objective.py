@@ -43,6 +43,12 @@ class Objective:
         return torch.cat([draws, torch.zeros_like(draws[:1])]) if self.point_weight else draws
 
     @property
+    def chunk(self) -> int | None:
+        """Samples to take at once; where that is all of them, the one without noise does not need a pass of its own."""
+        given = self.config.chunk
+        return None if given is None or given >= self.samples else given
+
+    @property
     def passes(self) -> int:
         """Of each structure in a step."""
         return self.samples + bool(self.point_weight)

@@ -272,12 +272,8 @@ class _Run:
             graph = self.model.backbone.graph(chosen[own])
             part = draws[:, own] if draws.dim() > 1 else draws
             try:
-                loss = losses.backpropagate(
-                    partial(self.model, graph),
-                    part,
-                    partial(self.objective.loss, chosen[own], chosen),
-                    chunk=config.chunk,
-                )
+                objective = partial(self.objective.loss, chosen[own], chosen)
+                loss = losses.backpropagate(partial(self.model, graph), part, objective, chunk=self.objective.chunk)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
