@@ -96,7 +96,8 @@ def begun(folders):
     results, notes = folders
     file = notes / "script.py"
     file.write_text(f"""
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
 from functools import partial
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})

@@ -57,7 +57,7 @@ def test_from_end_to_end(tmp_path):
     assert -1 <= cell["test_and_unseen"]["spearman"] <= 1
     plain = json.loads((tmp_path / "chgnet-small-deterministic-6-0.json").read_text())
     assert "ssr" not in plain["test"]
-    assert plain["training"]["passes"] * 4 == cell["training"]["passes"]
+    assert plain["training"]["passes"] * (4 + 1) == cell["training"]["passes"]  # four samples, and one without noise
     table = (tmp_path / "table.md").read_text()
     assert table.count("\n") == 4 + 4
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
