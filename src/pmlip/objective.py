@@ -35,7 +35,6 @@ class Objective:
         self.samples = config.samples if model.trains_on_samples else 1
         learned = model.trains_on_samples and "energy" in scales and not config.freeze_backbone
         self.point_weight = config.energy_without_noise * self.weights["energy"] if learned else 0.0
-        self.zero_is_fitted = config.offsets
 
     def draw(self, systems: int, generator: torch.Generator) -> Tensor:
         """Draws for a training step, with one more that is no noise where that is scored too."""
@@ -57,7 +56,7 @@ class Objective:
         """That of a batch, with gradients for the part of it that this process has."""
         target = labels(whole)
         energies = whole_batch(outputs["energy"].double(), len(whole), self.fabric)
-        common = self.config.common_energy if self.zero_is_fitted else 1.0
+        common = self.config.common_energy if self.config.offsets else 1.0
         samples = {name: values[: self.samples] for name, values in outputs.items()}
         loss = self._score(
             part, target, samples, energies[: self.samples], fairness=self.config.fairness, common=common
