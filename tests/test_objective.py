@@ -8,6 +8,8 @@ from lightning_fabric import Fabric
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pmlip.objective import Objective
+from pmlip.preparation import prepare
+from pmlip.samples import mean_per_system
 from pmlip.structures import labels
 from pmlip.training import finetune
 from test_training import CONFIG, assert_same, model, molecules
@@ -34,30 +36,45 @@ def gradients(config):
         handle.remove()
 
 
-def test_energies_without_noise_are_learned_beside_those_of_samples():
+@pytest.mark.parametrize("label", ["energy", "forces"])
+def test_predictions_without_noise_are_learned_beside_those_of_samples(label):
     """The gradient is that of the samples and that of the absolute error of the prediction without noise, added."""
-    config = replace(CONFIG, batch=10, energy=0.3, common_energy=1.0)
-    trained, joint = gradients(replace(config, energy_without_noise=2.0))
-    _, samples_alone = gradients(replace(config, energy_without_noise=0.0))
+    neither = {"energy_without_noise": 0.0, "forces_without_noise": 0.0}
+    config = replace(CONFIG, batch=10, energy=0.3, forces=0.7, common_energy=1.0, **neither)
+    learned = replace(config, **{f"{label}_without_noise": 2.0})
+    trained, joint = gradients(learned)
+    _, samples_alone = gradients(config)
     data = molecules()
-    with torch.no_grad():
-        before = trained(trained.backbone.graph(data), None)
     target = labels(data)
-    scale = float(((before["energy"][0] - target.energy) / target.atoms_per_system).abs().mean())
+
+    def error():
+        """Mean over the structures."""
+        found = trained(trained.backbone.graph(data), None)[label][0]
+        if label == "energy":
+            return ((found - target.energy) / target.atoms_per_system).abs().mean()
+        return mean_per_system((found - target.forces).abs(), target.system, target.systems).mean()
+
     trained.zero_grad()
-    energy = trained(trained.backbone.graph(data), None)["energy"][0]
-    (2.0 * 0.3 / scale * ((energy - target.energy) / target.atoms_per_system).abs().mean()).backward()
+    before = error()
+    (2.0 * config.weights[label] / prepare(model(), data, config)[1][label] * before).backward()
     for name, parameter in trained.named_parameters():
         expected = 0 if parameter.grad is None else parameter.grad
         torch.testing.assert_close(joint[name], samples_alone[name] + expected, msg=name)
         if "noise" in name:
             assert not torch.any(torch.as_tensor(expected))
-    assert_same(joint, gradients(replace(config, energy_without_noise=2.0, chunk=1))[1], rtol=1e-9, atol=1e-12)
+    assert_same(joint, gradients(replace(learned, chunk=1))[1], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(
     ("change", "each"),
-    [({}, 4), ({"energy_without_noise": 0.0}, 3), ({"energy": 0.0}, 3), ({"freeze_backbone": True}, 3)],
+    [
+        ({}, 4),
+        ({"energy_without_noise": 0.0}, 4),
+        ({"energy": 0.0}, 4),
+        ({"energy_without_noise": 0.0, "forces_without_noise": 0.0}, 3),
+        ({"energy": 0.0, "forces_without_noise": 0.0}, 3),
+        ({"freeze_backbone": True}, 3),
+    ],
 )
 def test_a_pass_without_noise_is_made_only_where_something_is_learned_from_it(change, each):
     """5 structures in batches of 4: the second has one."""
@@ -98,4 +115,7 @@ def test_the_zero_of_the_energies_counts_only_where_it_is_not_fitted_in_the_end(
 def test_scores_of_a_process_without_structures_are_nothing():
     """Of two processes the second has none of one validation structure, and forces alone are learned."""
     found = objective(model(), CONFIG, {"forces": 1.0})
-    assert found._score([], labels(molecules(1)), {}, torch.zeros(4, 0), fairness=1.0, common=1.0).total == 0
+    assert (
+        found._score(found.weights, [], labels(molecules(1)), {}, torch.zeros(4, 0), fairness=1.0, common=1.0).total
+        == 0
+    )

@@ -22,6 +22,7 @@ class FinetuneConfig:
     average: float = 0.98  # decay of the running mean of the weights, which is what is kept
     energy: float = 0.05  # weight of the energies, each term measured in units of its error before fine-tuning
     energy_without_noise: float = 1.0  # times that: weight of the energies without noise, for methods that need it
+    forces_without_noise: float = 1.0  # times the weight of the forces: that of the forces without noise, likewise
     common_energy: float = 0.1  # share left of the pull on what the energies of a batch have in common, with offsets
     forces: float = 1.0  # weight of the forces
     stress: float = 0.05  # weight of the stress
@@ -45,7 +46,7 @@ class FinetuneConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"give steps or epochs, not both, got steps={self.steps} and epochs={self.epochs}")
-        for name in ("fairness", "seed", "start", "energy_without_noise"):
+        for name in ("fairness", "seed", "start", "energy_without_noise", "forces_without_noise"):
             if not (getattr(self, name) or 0) >= 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("backbone_rate", "noise_rate", "clip"):

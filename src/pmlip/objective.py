@@ -33,13 +33,15 @@ class Objective:
         self.model, self.config, self.fabric = model, config, fabric
         self.weights = {name: config.weights[name] / scale for name, scale in scales.items()}
         self.samples = config.samples if model.trains_on_samples else 1
-        learned = model.trains_on_samples and "energy" in scales and not config.freeze_backbone
-        self.point_weight = config.energy_without_noise * self.weights["energy"] if learned else 0.0
+        without_noise = {"energy": config.energy_without_noise, "forces": config.forces_without_noise}
+        learned = model.trains_on_samples and not config.freeze_backbone
+        point = {name: without_noise.get(name, 0.0) * weight for name, weight in self.weights.items()}
+        self.point_weights = {name: weight for name, weight in point.items() if weight and learned}
 
     def draw(self, systems: int, generator: torch.Generator) -> Tensor:
         """Draws for a training step, with one more that is no noise where that is scored too."""
         draws = self.model.draw_for_training(self.samples, systems, generator)
-        return torch.cat([draws, torch.zeros_like(draws[:1])]) if self.point_weight else draws
+        return torch.cat([draws, torch.zeros_like(draws[:1])]) if self.point_weights else draws
 
     @property
     def chunk(self) -> int | None:
@@ -50,7 +52,7 @@ class Objective:
     @property
     def passes(self) -> int:
         """Of each structure in a step."""
-        return self.samples + bool(self.point_weight)
+        return self.samples + bool(self.point_weights)
 
     def loss(self, part: Sequence[Atoms], whole: Sequence[Atoms], outputs: Mapping[str, Tensor]) -> losses.Loss:
         """That of a batch, with gradients for the part of it that this process has."""
@@ -58,18 +60,13 @@ class Objective:
         energies = whole_batch(outputs["energy"].double(), len(whole), self.fabric)
         common = self.config.common_energy if self.config.offsets else 1.0
         samples = {name: values[: self.samples] for name, values in outputs.items()}
-        loss = self._score(
-            part, target, samples, energies[: self.samples], fairness=self.config.fairness, common=common
-        )
-        if self.point_weight:
-            point = losses.crps_loss(
-                {"energy": energies[self.samples :]},
-                target,
-                weights={"energy": self.point_weight},
-                carriers=losses.count_carriers(target),
-                common_energy=common,
-            )
-            loss = loss._replace(total=loss.total + point.total)
+        drawn = energies[: self.samples]
+        loss = self._score(self.weights, part, target, samples, drawn, fairness=self.config.fairness, common=common)
+        if self.point_weights:
+            point = {name: values[self.samples :] for name, values in outputs.items()}
+            alone = energies[self.samples :]
+            error = self._score(self.point_weights, part, target, point, alone, fairness=1.0, common=common)
+            loss = loss._replace(total=loss.total + error.total)
         penalty = self.model.penalty()
         sharers = min(self.fabric.world_size, len(whole))  # processes that have structures
         return loss if penalty is None else loss._replace(total=loss.total + penalty / sharers)
@@ -89,7 +86,7 @@ class Objective:
             outputs = self.model.sample(part, samples=count, seed=SEED_OF_FIT, chunk_atoms=FIXED_ATOMS)
         energies = whole_batch(outputs["energy"].double().to(self.fabric.device), len(valid), self.fabric).cpu()
         common = 1.0 if zero_counts else 0.0
-        loss = self._score(part, labels(valid), outputs, energies, fairness=1.0, common=common)
+        loss = self._score(self.weights, part, labels(valid), outputs, energies, fairness=1.0, common=common)
         terms = self.summed(loss)
         return {"valid": self.total(terms), **{f"valid_{name}": value for name, value in terms.items()}}
 
@@ -103,6 +100,7 @@ class Objective:
 
     def _score(
         self,
+        weights: Mapping[str, float],
         part: Sequence[Atoms],
         whole: Outputs,
         outputs: Mapping[str, Tensor],
@@ -117,15 +115,15 @@ class Objective:
         """
         carriers = losses.count_carriers(whole)
         total, terms = torch.zeros((), dtype=torch.float64, device=energies.device), dict[str, Tensor]()
-        others = {name: weight for name, weight in self.weights.items() if name != "energy"}
+        others = {name: weight for name, weight in weights.items() if name != "energy"}
         if part and others:
             scored = losses.crps_loss(outputs, labels(part), weights=others, fairness=fairness, carriers=carriers)
             total, terms = total + scored.total, dict(scored.terms)
-        if "energy" in self.weights:
+        if "energy" in weights:
             scored = losses.crps_loss(
                 {"energy": energies},
                 whole,
-                weights={"energy": self.weights["energy"]},
+                weights={"energy": weights["energy"]},
                 fairness=fairness,
                 carriers=carriers,
                 common_energy=common,

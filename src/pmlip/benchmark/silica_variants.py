@@ -17,7 +17,7 @@ class Variant:
 TUNED = {"blip": Variant({"second_moment": 0.999})}
 
 # the score of the energies
-AS_IN_THE_PAPER: dict[str, Any] = {"energy_without_noise": 0.0, "common_energy": 1.0}
+AS_IN_THE_PAPER: dict[str, Any] = {"energy_without_noise": 0.0, "forces_without_noise": 0.0, "common_energy": 1.0}
 
 COMPARED = {
     "p+paper": Variant({"start": 0.0, **AS_IN_THE_PAPER}, {"noise_dim": 32}),
