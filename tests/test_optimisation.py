@@ -22,16 +22,17 @@ def take(optimisation, number, gradient=1.0):
     return optimisation.step(number)
 
 
-def test_rates_rise_fall_as_a_cosine_and_end_at_zero():
-    optimisation, _, _ = made()
+@pytest.mark.parametrize("last", [0.0, 0.3])
+def test_rates_rise_and_fall_as_a_cosine_to_the_last_rate(last):
+    optimisation, _, _ = made(replace(CONFIG, last_rate=last))
     rates = []
     for number in range(10):
         take(optimisation, number)
         rates.append([group["lr"] for group in optimisation.optimizer.param_groups])
     fast = [rate for rate, _ in rates]
     assert fast[:3] == pytest.approx([0.05, 0.1, 0.1])
-    assert fast[6] == pytest.approx(0.05)  # half-way down
-    assert fast[9] == pytest.approx(0.1 * 0.5 * (1 + math.cos(math.pi * 7 / 8)))
+    assert fast[6] == pytest.approx(0.1 * (1 + last) / 2)  # half-way down
+    assert fast[9] == pytest.approx(0.1 * (last + (1 - last) * 0.5 * (1 + math.cos(math.pi * 7 / 8))))
     assert [slow for _, slow in rates] == pytest.approx([rate / 10 for rate in fast])
 
 

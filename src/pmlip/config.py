@@ -17,6 +17,7 @@ class FinetuneConfig:
     noise_rate: float | None = None  # of what comes with the method; by default by how the potential responds to noise
     start: float | None = None  # random noise weights: 1 (default) for a spread as large as the error, 0 for none
     warm_up: float = 0.2  # share of the steps in which the rates rise; then they fall as a cosine
+    last_rate: float = 0.3  # what is left of the rates at the end; the mean of the weights takes care of the rest
     clip: float = 10.0  # largest norm of the gradient
     second_moment: float = 0.98  # decay of AdamW's mean of squared gradients; with its usual 0.999 losses jump up
     average: float = 0.98  # decay of the running mean of the weights, which is what is kept
@@ -52,7 +53,7 @@ class FinetuneConfig:
         for name in ("backbone_rate", "noise_rate", "clip"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("warm_up", "common_energy"):
+        for name in ("warm_up", "last_rate", "common_energy"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is a share, between 0 and 1, got {getattr(self, name)}")
         for name in ("average", "second_moment"):

@@ -56,7 +56,8 @@ class Optimisation:
         rising = max(1, round(self.config.warm_up * self.steps))
         if number < rising:
             return (number + 1) / rising
-        return 0.5 * (1 + math.cos(math.pi * (number - rising) / max(1, self.steps - rising)))
+        fallen = 0.5 * (1 - math.cos(math.pi * (number - rising) / max(1, self.steps - rising)))
+        return 1 - (1 - self.config.last_rate) * fallen
 
     @contextlib.contextmanager
     def with_averaged_weights(self) -> Iterator[None]:

@@ -90,13 +90,13 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "noise-per-particle": {"options": {"particles": 5}},
     "every-layer": {"options": {"every_layer": True}},
     "small-start": {"options": {"start": 0.01}},
-    "random-start": {"options": {"start": 0.1}},  # a shift of about half of what the layer gives
-    "random-start-dim-128": {"options": {"start": 0.1, "noise_dim": 128}},
-    "random-start-0.3-dim-128": {"options": {"start": 0.3, "noise_dim": 128}},
     "noise-dim-4": {"options": {"noise_dim": 4}},
     "noise-dim-128": {"options": {"noise_dim": 128}},
     "samples-2": {"samples": (2, 2)},
     "samples-10": {"samples": (10, 10)},
+    "random-start": {"options": {"start": 0.1}},  # a shift of about half of what the layer gives
+    "random-start-dim-128": {"options": {"start": 0.1, "noise_dim": 128}},
+    "random-start-0.3-dim-128": {"options": {"start": 0.3, "noise_dim": 128}},
 }
 
 # AdamW in twice the passes, where Muon is what methods are trained by: the recipe, and for which training sizes

@@ -18,7 +18,7 @@ from pmlip.benchmark.publish import check_installed, publish
 from pmlip.benchmark.runner import Cell, check_settings, read_cells, run_cells, run_rounds
 from pmlip.benchmark.silica_data import SilicaSettings, Splits, splits, stem, without_folder
 from pmlip.benchmark.silica_tables import figure, summary, table
-from pmlip.benchmark.silica_variants import AS_IN_THE_PAPER, VARIANTS, Variant
+from pmlip.benchmark.silica_variants import FORMERLY, VARIANTS, Variant
 from pmlip.calibration import best_factor
 from pmlip.config import FinetuneConfig
 from pmlip.evaluation import Evaluation, compare, evaluate, rank_together
@@ -80,7 +80,7 @@ def _check_stored(prefix: str, settings: SilicaSettings, folder: Path) -> None:
     hashes = {size: splits(size, settings).hash for size in {cell.size for cell in stored}}
     for cell, result in stored.items():
         # of these, files from before they could be set say nothing
-        told = result["settings"] | {"config": AS_IN_THE_PAPER | result["settings"]["config"]}
+        told = result["settings"] | {"config": FORMERLY | result["settings"]["config"]}
         check_settings(cell.file(folder), told, _described(settings, cell, hashes[cell.size]))
 
 

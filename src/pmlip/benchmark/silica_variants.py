@@ -16,8 +16,10 @@ class Variant:
 # what a method has of its own in the benchmark, by its trials
 TUNED = {"blip": Variant({"second_moment": 0.999})}
 
-# the score of the energies
+# what is scored
 AS_IN_THE_PAPER: dict[str, Any] = {"energy_without_noise": 0.0, "forces_without_noise": 0.0, "common_energy": 1.0}
+# of cells from before these could be set
+FORMERLY: dict[str, Any] = AS_IN_THE_PAPER | {"last_rate": 0.0}
 
 COMPARED = {
     "p+paper": Variant({"start": 0.0, **AS_IN_THE_PAPER}, {"noise_dim": 32}),
@@ -40,7 +42,7 @@ COMPARED = {
 }
 
 # The tuning of CHGNet: for each method the same number of trials, which differ from what was usual before it.
-BEFORE = FinetuneConfig(steps=200, start=0.0, **AS_IN_THE_PAPER)
+BEFORE = FinetuneConfig(steps=200, start=0.0, **FORMERLY)
 TRIALS: dict[str, dict[str, Variant]] = {
     "p": {
         "paper": COMPARED["p+paper"],
@@ -68,9 +70,11 @@ TRIALS: dict[str, dict[str, Variant]] = {
     },
 }
 
-# What else was tried: the usual memory of AdamW, other weights and scores of the energies, and a spread of P that rises
-# where there are no data.
+# What else was tried: the usual memory of AdamW, other weights and scores of the energies, a spread of P that rises
+# where there are no data, rates that do not fall to zero, and what could help the forces of P.
 FIXED = 1e-9  # a rate at which noise weights stay what they are: the backbone learns to live with the noise
+_ENERGIES = {"energy_without_noise": 1.0, "common_energy": 0.1}
+_FORCES = {"start": 1.0, "forces_without_noise": 1.0, **_ENERGIES}
 ATTEMPTS = {
     "p+second-moment-0.999": Variant({"start": 0.0, "second_moment": 0.999}, {"noise_dim": 32}),
     "blip+second-moment-0.999": Variant({"second_moment": 0.999}),
@@ -83,7 +87,14 @@ ATTEMPTS = {
     "blip+common-energy-0.1": Variant({"common_energy": 0.1, "second_moment": 0.999}),
     "mc-dropout+common-energy-0.1": Variant({"common_energy": 0.1}),
     "p+energy-without-noise": Variant({"start": 1.0, "energy_without_noise": 1.0}),
-    "p+energy-without-noise-common-0.1": Variant({"start": 1.0, "energy_without_noise": 1.0, "common_energy": 0.1}),
+    "p+energy-without-noise-common-0.1": Variant({"start": 1.0, **_ENERGIES}),
+    "p+forces-without-noise": Variant(_FORCES),
+    "p+forces-without-noise-3": Variant({**_FORCES, "forces_without_noise": 3.0}),
+    "p+forces-without-noise-start-0.5": Variant({**_FORCES, "start": 0.5}),
+    "p+last-rate-0.3": Variant({**_FORCES, "last_rate": 0.3}),
+    "p+last-rate-0.3-noise-1e-3": Variant({**_FORCES, "last_rate": 0.3, "noise_rate": 1e-3}),
+    "p+last-rate-0.3-fixed-noise": Variant({**_FORCES, "last_rate": 0.3, "noise_rate": FIXED}),
+    "deterministic+last-rate-0.3": Variant({"common_energy": 0.1, "last_rate": 0.3}),
     "p+start-3": Variant({"start": 3.0}),
     "p+fixed-noise": Variant({"start": 1.0, "noise_rate": FIXED}),
 }
