@@ -45,17 +45,14 @@ def test_predictions_without_noise_are_learned_beside_those_of_samples(label):
     _, samples_alone = gradients(config)
     data = molecules()
     target = labels(data)
-
-    def error():
-        """Mean over the structures."""
-        found = trained(trained.backbone.graph(data), None)[label][0]
-        if label == "energy":
-            return ((found - target.energy) / target.atoms_per_system).abs().mean()
-        return mean_per_system((found - target.forces).abs(), target.system, target.systems).mean()
-
     trained.zero_grad()
-    before = error()
-    (2.0 * config.weights[label] / prepare(model(), data, config)[1][label] * before).backward()
+    missed = (trained(trained.backbone.graph(data), None)[label][0] - target[label]).abs()
+    if label == "energy":
+        missed = missed / target.atoms_per_system
+    else:
+        missed = mean_per_system(missed, target.system, target.systems)
+    before = prepare(model(), data, config)[1][label]  # the unit of the errors
+    (2.0 * config.weights[label] / before * missed.mean()).backward()
     for name, parameter in trained.named_parameters():
         expected = 0 if parameter.grad is None else parameter.grad
         torch.testing.assert_close(joint[name], samples_alone[name] + expected, msg=name)
