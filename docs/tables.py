@@ -40,6 +40,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "silica": lambda: silica_tables.table(read_cells(RESULTS / "silica")),
     "silica ranking": lambda: silica_tables.ranking_table(read_cells(RESULTS / "silica")),
     "silica trials": lambda: silica_tables.trials_table(read_cells(RESULTS / "silica" / "trials")),
+    "silica together": lambda: silica_tables.together_table(read_cells(RESULTS / "silica")),
     "silica unseen": lambda: silica_tables.unseen_table(read_cells(RESULTS / "silica")),
 }
 

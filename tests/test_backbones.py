@@ -43,6 +43,13 @@ def test_each_sample_is_exactly_equivariant():
     assert float(expected.spread.forces.max()) > 1e-3
 
 
+def test_loading_leaves_the_random_numbers_alone():
+    pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
+    before = torch.random.get_rng_state()
+    pmlip.load_backbone("chgnet")
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
 def test_unknown_backbone_is_refused():
     with pytest.raises(ValueError, match=r"unknown backbone 'gnome'; allowed: .*chgnet"):
         pmlip.load_backbone("gnome")

@@ -138,6 +138,9 @@ def test_weights_in_a_local_file(tmp_path, monkeypatch):
     (tmp_path / "other.ckpt").write_bytes(b"something else")
     with pytest.raises(ValueError, match=r"other.ckpt does not hold the weights of orb-v3-direct-inf-omat"):
         pmlip.load_backbone("orb:orb_v3_direct_inf_omat", weights=tmp_path / "other.ckpt")
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"^[^\n]*small.ckpt does not hold the weights of [^\n]*size mismatch[^\n]*$"):
+        pmlip.load_backbone("orb:orb_v3_direct_inf_omat", weights=tmp_path / "small.ckpt")
 
 
 def test_a_download_that_fails_says_what_to_do(monkeypatch):

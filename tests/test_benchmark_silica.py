@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import write
 from rich.console import Console
 from typer.testing import CliRunner
@@ -104,6 +105,35 @@ def test_bad_input_is_refused_in_one_sentence(arguments, message, tmp_path):
     result = invoke(*arguments, "--out", tmp_path)
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
+
+
+def test_structures_that_cannot_be_used_are_refused_with_their_place_in_the_file(tmp_path):
+    structures = datasets.silica_pbe("train")[:30]
+    del structures[7].calc.results["forces"]
+    write(tmp_path / "forceless.extxyz", structures)
+    structures[7] = structures[8].copy()
+    structures[7].numbers[0] = 118
+    structures[7].calc = SinglePointCalculator(structures[7], **structures[8].calc.results)
+    write(tmp_path / "element.extxyz", structures)
+    for name, reason in (("forceless", "it carries no forces"), ("element", "CHGNet does not know Og")):
+        result = invoke("--data", tmp_path / f"{name}.extxyz", "--test", "4", "--sizes", "4", "--out", tmp_path)
+        assert result.exit_code == 2
+        words = " ".join(result.output.split())
+        assert f"{name}.extxyz: structure 7 (" in words
+        assert reason in words
+
+
+def test_labels_may_have_names_of_their_own(tmp_path):
+    given = datasets.silica_pbe("train")[:3]
+    renamed = [atoms.copy() for atoms in given]
+    for atoms, own in zip(renamed, given, strict=True):
+        atoms.info["e_pbe"], atoms.arrays["f_pbe"] = own.get_potential_energy(), own.get_forces()
+    write(tmp_path / "renamed.extxyz", renamed)
+    settings = SilicaSettings(
+        backbone="chgnet", data=str(tmp_path / "renamed.extxyz"), energy_key="e_pbe", forces_key="f_pbe"
+    )
+    read = settings.read(settings.data)
+    assert [atoms.get_potential_energy() for atoms in read] == [atoms.get_potential_energy() for atoms in given]
 
 
 def test_the_setting_of_the_paper_with_a_small_orb_and_a_file_of_its_form(tmp_path, monkeypatch):

@@ -189,6 +189,7 @@ def wrong_files(folder):
         copied.info["pbe_energy"], copied.arrays["pbe_forces"] = atoms.get_potential_energy(), atoms.get_forces()
         renamed.append(copied)
     write(folder / "renamed.extxyz", renamed)
+    write(folder / "half.extxyz", [labelled(atoms, energy=0.1) for atoms in renamed])
     (folder / "empty.extxyz").touch()
     unknown = [atoms.copy() for atoms in good]
     for copied, atoms in zip(unknown, good, strict=True):
@@ -208,6 +209,11 @@ def wrong_files(folder):
             ["renamed.extxyz"],
             "pbe_energy, pbe_forces, displacement. Say which are the labels with --energy-key",
         ),
+        (
+            ["half.extxyz"],
+            "half.extxyz: none of the structures carries forces; the names in it are: energy, pbe_energy",
+        ),
+        ([str(SILICA), "--valid", "half.extxyz"], "pbe_forces, displacement. If one of these is what is meant, say so"),
         (["nan.extxyz"], "nan.extxyz: structure 3 (O8Si4): its label 'forces' is NaN or infinite"),
         (["few.extxyz"], "few.extxyz holds 3 structures, too few to train on 1 and hold out 2"),
         ([str(SILICA), "--backbone", "chgnet:9"], "unknown CHGNet variant '9'"),
@@ -223,6 +229,13 @@ def test_bad_input_is_refused_in_one_sentence(tmp_path, monkeypatch, arguments, 
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.stderr.split())
     assert not (tmp_path / "out").exists()
+
+
+def test_of_some_structures_of_a_file_the_bad_one_has_its_number_in_the_file(finetuned, tmp_path):
+    wrong_files(tmp_path)
+    result = invoke("evaluate", finetuned[0] / "model.pt", tmp_path / "element.extxyz", "--count", "5", "--seed", "1")
+    assert result.exit_code == 2
+    assert "element.extxyz: structure 4 (Og2): CHGNet does not know Og" in " ".join(result.stderr.split())
 
 
 def test_a_checkpoint_of_another_backbone_is_refused(finetuned, tmp_path):

@@ -1,3 +1,5 @@
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -96,3 +98,10 @@ def test_forces_of_a_wrong_shape_are_refused():
     atoms.calc.results["forces"] = np.zeros((3, 3))
     with pytest.raises(StructureError, match=r"forces must have shape \(2, 3\), got \(3, 3\)"):
         labels(atoms)
+
+
+def test_an_error_about_a_structure_comes_back_from_another_process():
+    error = StructureError(bulk("Si"), 3, "it has no atoms").after(4)
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is StructureError
+    assert (str(again), again.index) == (str(error), 7)

@@ -431,6 +431,19 @@ def test_there_must_be_something_to_train():
         finetune(Deterministic(tiny_backbone()), molecules(), config=replace(CONFIG, freeze_backbone=True))
 
 
+@pytest.mark.parametrize("equivariant", [True, False])
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_structures_are_turned_where_the_backbone_is_not_equivariant_unless_asked_otherwise(
+    monkeypatch, equivariant, asked
+):
+    turned = []
+    monkeypatch.setattr(training, "rotated", lambda atoms, _: turned.append(atoms) or atoms)
+    trained = model()
+    trained.backbone.equivariant = equivariant
+    finetune(trained, molecules(), config=replace(CONFIG, epochs=None, steps=1, rotate=asked))
+    assert bool(turned) == (not equivariant if asked is None else asked)
+
+
 def test_a_run_leaves_the_given_structures_alone():
     data = molecules()
     before = fingerprint(data)

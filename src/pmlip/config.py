@@ -17,13 +17,13 @@ class FinetuneConfig:
     noise_rate: float | None = None  # of what comes with the method; by default by how the potential responds to noise
     start: float | None = None  # random noise weights: 1 (default) for a spread as large as the error, 0 for none
     warm_up: float = 0.2  # share of the steps in which the rates rise; then they fall as a cosine
-    last_rate: float = 0.0  # share of the rates that is left at the end
+    last_rate: float = 0.3  # share of the rates that is left at the end
     clip: float = 10.0  # largest norm of the gradient
     second_moment: float = 0.98  # decay of AdamW's mean of squared gradients; with its usual 0.999 losses jump up
     average: float = 0.98  # decay of the running mean of the weights, which is what is kept
     energy: float = 0.05  # weight of the energies, each term measured in units of its error before fine-tuning
     energy_without_noise: float = 1.0  # times that: weight of the energies without noise, for methods that need it
-    forces_without_noise: float = 0.0  # times the weight of the forces: that of the forces without noise, likewise
+    forces_without_noise: float = 1.0  # times the weight of the forces: that of the forces without noise, likewise
     common_energy: float = 0.1  # share left of the pull on what the energies of a batch have in common, with offsets
     forces: float = 1.0  # weight of the forces
     stress: float = 0.05  # weight of the stress

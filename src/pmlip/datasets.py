@@ -43,32 +43,35 @@ def _whole_silica_pbe() -> list[Atoms]:
         return list(read(file, index=":", format="extxyz"))
 
 
-def tan_silica(path: str | Path) -> list[Atoms]:
-    """The silica set of Tan et al. (2023) from its extxyz file, which is in kcal/mol; the paper's second benchmark."""
-    structures, _ = read_structures(path)
+def tan_silica(path: str | Path, **keys: str | None) -> list[Atoms]:
+    """The silica set of Tan et al. (2023) from its extxyz file, which is in kcal/mol; the paper's second benchmark.
+
+    keys: names of the labels, as for `pmlip.reading.read_structures`.
+    """
+    structures, _ = read_structures(path, **keys)
     _check_silica(structures, path, unit="kcal/mol", per_atom=(-300.0, -100.0))
     return [_scaled(atoms, kcal / mol) for atoms in structures]
 
 
-def zeo22(path: str | Path) -> list[Atoms]:
+def zeo22(path: str | Path, **keys: str | None) -> list[Atoms]:
     """A zeolite of Si-ZEO22 from its npz file: energies, forces, positions, cells, symbols, in eV and Å."""
-    structures, _ = read_structures(path)
+    structures, _ = read_structures(path, **keys)
     _check_silica(structures, path, unit="eV", per_atom=(-12.0, -4.0))
     return structures
 
 
-_IN_FILES: Mapping[str, Callable[[str | Path], list[Atoms]]] = {"tan_silica": tan_silica, "zeo22": zeo22}
+_IN_FILES: Mapping[str, Callable[..., list[Atoms]]] = {"tan_silica": tan_silica, "zeo22": zeo22}
 
 
-def read_set(given: str) -> list[Atoms]:
-    """The structures of "file" or "name:file"."""
+def read_set(given: str, **keys: str | None) -> list[Atoms]:
+    """The structures of "file" or "name:file"; keys: names of the labels, as for `pmlip.reading.read_structures`."""
     name, colon, file = given.partition(":")
     if not colon or Path(given).exists():
-        return read_structures(given)[0]
+        return read_structures(given, **keys)[0]
     if name not in _IN_FILES:
         hint = did_you_mean(name, _IN_FILES)
         raise ValueError(f"unknown data set {name!r}; allowed before the colon: {', '.join(_IN_FILES)}{hint}")
-    return _IN_FILES[name](file)
+    return _IN_FILES[name](file, **keys)
 
 
 def _check_silica(structures: Sequence[Atoms], path: str | Path, *, unit: str, per_atom: tuple[float, float]) -> None:

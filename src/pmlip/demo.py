@@ -44,7 +44,7 @@ def run(out: Path, *, steps: int, seed: int, console: Console) -> dict[str, Any]
     )
     before = float((model.predict(tests["test"]).forces - labels(tests["test"]).forces).abs().mean())
     config = FinetuneConfig(steps=steps, seed=seed)
-    passes = STEP_COST * steps * config.batch * config.samples
+    passes = STEP_COST * steps * config.batch * (config.samples + 1)  # and one without noise
     passes += config.validations * len(valid) * config.validation_samples
     calibrating = 2 * TEST_SAMPLES * len(valid)  # in two rounds, as a rule
     work = [passes + calibrating, *(TEST_SAMPLES * len(structures) for structures in tests.values())]

@@ -1,4 +1,4 @@
-"""What a misspelt name was probably meant to be."""
+"""What helps to understand an error: what a misspelt name was probably meant to be, the heart of a long message."""
 
 import difflib
 from collections.abc import Iterable
@@ -8,3 +8,9 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
     """The end of a sentence, "; did you mean 'blip'?", or nothing where no name is close."""
     close = difflib.get_close_matches(given, list(allowed), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def first_reason(error: Exception) -> str:
+    """The first line that says something: torch tells of every weight that does not fit, below a heading."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[min(1, len(lines) - 1)].strip()

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from pmlip import checkpoint, methods, noise, parabola, response
 from pmlip.backbones.base import Backbone, Graph
+from pmlip.hints import first_reason
 from pmlip.injection import Site, Sites, find_sites, inject, noisy_layers, vanish_with_input
 from pmlip.methods.base import USUAL_SAMPLES, Method, Progress
 from pmlip.samples import Samples
@@ -311,8 +312,9 @@ def load(
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
-        first = str(error).splitlines()[1].strip()
-        raise checkpoint.CheckpointError(f"the weights in {path} do not fit this backbone: {first}") from error
+        raise checkpoint.CheckpointError(
+            f"the weights in {path} do not fit this backbone: {first_reason(error)}"
+        ) from error
     model.record = dict(content.record)  # type: ignore[assignment]  # not a part of the network
     return model.to(device)
 

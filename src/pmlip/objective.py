@@ -26,7 +26,7 @@ class Objective:
     A step that changes forces moves all energies together by more than they differ from their labels. To pull them back
     would cost the forces, and their zero is fitted in the end, so most of that pull is left out. And early on noise
     throws energies so far apart that samples alone hardly pull their mean to the label, so the energies without noise
-    are scored too, and the forces if that is wanted.
+    are scored too, and with them the forces, whose mean over samples gains by it.
     """
 
     def __init__(self, model: Method, config: FinetuneConfig, scales: Mapping[str, float], fabric: "Fabric") -> None:

@@ -36,6 +36,15 @@ class Found:
     elements: dict[str, int]  # symbol -> atoms
     atoms: tuple[int, int]  # in the smallest and in the largest structure
     labels: dict[str, tuple[str, int]]  # label -> its name in the file, and how many structures carry it
+    names: list[str]  # all names in it that could be labels
+
+    def require(self, label: str) -> None:
+        """At least one structure must carry it."""
+        if label not in self.labels:
+            raise ValueError(
+                f"{self.path}: none of the structures carries {label}; the names in it are: {', '.join(self.names)}. "
+                f"If one of these is what is meant, say so with --{label}-key"
+            )
 
     def __str__(self) -> str:
         small, large = self.atoms
@@ -85,7 +94,9 @@ def read_structures(
     elements = Counter(symbol for atoms in structures for symbol in atoms.symbols)
     sizes = [len(atoms) for atoms in structures]
     found = {label: (str(names[label]), counts[label]) for label in names if counts[label]}
-    return labelled, Found(path, len(structures), dict(elements), (min(sizes), max(sizes)), found)
+    return labelled, Found(
+        path, len(structures), dict(elements), (min(sizes), max(sizes)), found, _available(structures)
+    )
 
 
 def iterate(path: str | Path) -> Iterator[Atoms]:

@@ -20,6 +20,10 @@ class StructureError(ValueError):
         super().__init__(f"structure {index} ({atoms.get_chemical_formula()}): {problem}")
         self.atoms, self.index, self.problem = atoms, index, problem
 
+    def __reduce__(self) -> tuple[type["StructureError"], tuple[Atoms, int, str]]:
+        # a worker hands its errors on as pickles, which by default would call with the message alone
+        return StructureError, (self.atoms, self.index, self.problem)
+
     def after(self, start: int) -> "StructureError":
         """The same for a list in which `start` structures come before those given."""
         return StructureError(self.atoms, start + self.index, self.problem)

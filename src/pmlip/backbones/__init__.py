@@ -5,6 +5,8 @@ import inspect
 import pkgutil
 from pathlib import Path
 
+import torch
+
 from pmlip.backbones.base import Backbone, Graph, weights_hash
 
 __all__ = ["Backbone", "Graph", "available", "load_backbone", "weights_hash"]
@@ -29,5 +31,6 @@ def load_backbone(
     adapter = importlib.import_module(f"pmlip.backbones.{family}")
     # most packages' files hold weights alone, and their adapters need no trust
     trusting = {"trust": trust} if "trust" in inspect.signature(adapter.load).parameters else {}
-    backbone: Backbone = adapter.load(variant, weights=weights, device=device, **trusting)
+    with torch.random.fork_rng(devices=[]):  # packages draw weights before they load them
+        backbone: Backbone = adapter.load(variant, weights=weights, device=device, **trusting)
     return backbone

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pmlip.backbones.base import Backbone, Graph, conservative_outputs, distance_features
 from pmlip.files import atomic_write
 from pmlip.gathered import GatheredLinear, gathered
+from pmlip.hints import first_reason
 from pmlip.injection import Site
 from pmlip.layers import become
 from pmlip.structures import StructureError
@@ -244,7 +245,7 @@ def load(variant: str = "", *, weights: str | Path | None = None, device: str = 
             module = make(weights_path=address, device="cpu", precision="float32-highest", compile=False, train=True)
         except Exception as error:
             if weights is not None:
-                raise ValueError(f"{weights} does not hold the weights of {variant}: {error}") from error
+                raise ValueError(f"{weights} does not hold the weights of {variant}: {first_reason(error)}") from error
             raise ConnectionError(
                 f"the weights of {variant} could not be downloaded ({type(error).__name__}); fetch {address} on "
                 "another machine and give the file with --weights (weights=PATH)"

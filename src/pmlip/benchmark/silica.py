@@ -16,7 +16,7 @@ from pmlip import methods
 from pmlip.backbones import load_backbone
 from pmlip.benchmark.publish import check_installed, publish
 from pmlip.benchmark.runner import Cell, check_settings, read_cells, run_cells, run_rounds
-from pmlip.benchmark.silica_data import SilicaSettings, Splits, splits, stem, without_folder
+from pmlip.benchmark.silica_data import SilicaSettings, Splits, check_files, splits, stem, without_folder
 from pmlip.benchmark.silica_tables import figure, summary, table
 from pmlip.benchmark.silica_variants import FORMERLY, VARIANTS, Variant
 from pmlip.calibration import best_factor
@@ -29,7 +29,7 @@ from pmlip.methods.p_ensemble import PEnsemble
 from pmlip.model import load
 from pmlip.noise import SEED_OF_FIT
 from pmlip.record import environment, slug
-from pmlip.structures import labels, require_labels
+from pmlip.structures import labels
 from pmlip.training import finetune
 
 ENSEMBLES = {"ensemble": Ensemble, "p-ensemble": PEnsemble}
@@ -55,10 +55,9 @@ def run(
             own = [variant for variant in VARIANTS if variant.startswith(f"{method}+")]
             allowed = ", ".join([method, *own])
             raise ValueError(f"unknown variant {name!r}; allowed: {allowed}{did_you_mean(name, own)}")
-    # before anything is computed: are there enough structures, do they carry labels, can the backbone be had?
     for size in sizes:
-        require_labels(splits(size, settings).everything, ("energy", "forces"))
-    load_backbone(settings.backbone, weights=settings.weights, trust=settings.trust)
+        splits(size, settings)  # refuses what asks for more structures than there are
+    check_files(settings, load_backbone(settings.backbone, weights=settings.weights, trust=settings.trust))
     prefix = f"{slug(settings.backbone)}-{slug(stem(settings.data))}"
     cells = [Cell(f"{prefix}-{name}", size, seed) for size in sizes for name in names for seed in range(seeds)]
     composed = [cell for cell in cells if made_of(cell)]
@@ -168,7 +167,10 @@ def work(cell: Cell, *, settings: SilicaSettings, folder: Path, device: str = "c
         "all_scores": inside.scores,
         "unseen": {},
         "training": training,
-        "prediction": {"seconds": round(inside.seconds, 1), "passes": inside.samples * inside.structures},
+        "prediction": {
+            "seconds": round(inside.seconds, 1),
+            "passes": (1 if model.one_pass else inside.samples) * inside.structures,
+        },
     }
     has_spread = bool(inside.spread.any())
     outside = {}

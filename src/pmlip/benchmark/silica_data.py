@@ -9,8 +9,10 @@ import numpy as np
 from ase import Atoms
 
 from pmlip import datasets
+from pmlip.backbones import Backbone
+from pmlip.commands.checks import check_structures, in_file
 from pmlip.config import FinetuneConfig
-from pmlip.structures import fingerprint
+from pmlip.structures import fingerprint, require_labels
 
 SHIPPED = "silica-pbe"
 TUNING = "silica-pbe-tuning"  # parts of its training and validation data: quartz, and cristobalite as what is unseen
@@ -24,11 +26,34 @@ class SilicaSettings:
     unseen: tuple[str, ...] = ()  # files of other structures; silica-pbe has its own
     weights: str | None = None  # local file of the backbone's weights
     trust: bool = False  # load weights that are a pickle
+    energy_key: str | None = None  # names of the labels in the files, where they are not found by themselves
+    forces_key: str | None = None
+    stress_key: str | None = None
     test: int = 400
     valid_share: float = 0.25  # of the training structures, as many again to validate on; at least 8, if there are
     test_unseen: int = 100  # structures of each unseen file
     test_samples: int = 32
     config: FinetuneConfig = field(default_factory=FinetuneConfig)
+
+    @property
+    def files(self) -> list[str]:
+        """What is read from files; silica-pbe is not."""
+        own = [] if self.data in (SHIPPED, TUNING) else [self.data]
+        return [*own, *([self.test_data] if self.test_data else []), *self.unseen]
+
+    def read(self, given: str) -> list[Atoms]:
+        return datasets.read_set(
+            given, energy_key=self.energy_key, forces_key=self.forces_key, stress_key=self.stress_key
+        )
+
+
+def check_files(settings: SilicaSettings, backbone: Backbone) -> None:
+    """Before anything is computed: do all structures carry labels, and can the backbone take them?"""
+    for given in settings.files:
+        structures = settings.read(given)
+        with in_file(_file(given)):
+            require_labels(structures, ("energy", "forces"))
+            check_structures(backbone, structures, range(len(structures)))
 
 
 def _file(given: str) -> Path:
@@ -79,15 +104,15 @@ def splits(size: int, settings: SilicaSettings) -> Splits:
         _check_enough(size, len(train), settings)
         unseen = {part: datasets.silica_pbe(part) for part in datasets.UNSEEN_SILICA_PBE}
         return Splits(train[:size], valid[:wanted], test, unseen)
-    unseen = {stem(file): _some(datasets.read_set(file), settings.test_unseen) for file in settings.unseen}
+    unseen = {stem(file): _some(settings.read(file), settings.test_unseen) for file in settings.unseen}
     if len(unseen) < len(settings.unseen):
         raise ValueError(f"files of unseen structures must have different names, got {', '.join(settings.unseen)}")
-    structures = datasets.read_set(settings.data)
+    structures = settings.read(settings.data)
     if settings.test_data is not None:
         # as in the paper: training from the front of the file, validation from its end
         _check_enough(size + 1, len(structures), settings)
         rest = structures[size:]
-        return Splits(structures[:size], rest[::-1][:wanted], datasets.read_set(settings.test_data), unseen)
+        return Splits(structures[:size], rest[::-1][:wanted], settings.read(settings.test_data), unseen)
     _check_enough(settings.test + size + wanted, len(structures), settings)
     mixed = _some(structures, len(structures))
     rest = mixed[settings.test :]

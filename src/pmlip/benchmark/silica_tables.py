@@ -1,6 +1,7 @@
 """What is made of the cells of the silica benchmark: Table 2 and Figure 2 of the paper, for each backbone and data."""
 
 import statistics
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pmlip.benchmark.publish import Results, draw_score, empty_figure, over_seeds, with_deviation
@@ -12,7 +13,8 @@ TRIVIAL = ["deterministic", "constant", "force-scaled", "confidence"]
 # in this order in tables and figures, and others after them
 METHODS = [*TRIVIAL, "ensemble", "mc-dropout", "blip", "blip+published", "p", "p+paper", "p-ensemble"]
 
-COLUMNS = {  # name -> title, scale and digits
+Forms = Mapping[str, tuple[str, float, int]]  # name -> title, scale and digits
+COLUMNS: Forms = {
     "force_mae": ("F-MAE", 1e3, 1),
     "force_mae_without_noise": ("z = 0", 1e3, 1),
     "force_crps": ("F-CRPS", 1e3, 1),
@@ -24,7 +26,7 @@ COLUMNS = {  # name -> title, scale and digits
     "energy_crps": ("E-CRPS", 1e3, 2),
     "energy_ssr": ("E-SSR", 1, 2),
 }
-RANKING = {  # in a table of its own
+RANKING: Forms = {  # in a table of its own
     "spearman": ("structures", 1, 2),
     "spearman_at_best": ("at best", 1, 2),
     "spearman_three_samples": ("of 3 samples", 1, 2),
@@ -34,7 +36,17 @@ RANKING = {  # in a table of its own
     "spearman_atom_of_force": ("of the force", 1, 2),
     "spearman_atom_given_force": ("given the force", 1, 2),
 }
-FORMS = COLUMNS | RANKING
+FORMS: Forms = {**COLUMNS, **RANKING}
+UNSEEN: Forms = {  # of structures out of distribution; how many times larger is meant against the test set
+    "force_mae": ("F-MAE", 1e3, 1),
+    "force_crps": ("F-CRPS", 1e3, 1),
+    "error_ratio": ("error, times", 1, 1),
+    "spread_ratio": ("spread, times", 1, 1),
+    "ssr": ("SSR", 1, 2),
+    "auroc_spread": ("AUROC", 1, 2),
+    "auroc_force": ("of the force", 1, 2),
+    "energy_mae": ("E-MAE", 1e3, 1),
+}
 
 # The paper's Figure 2, mean and standard deviation: F-MAE and F-CRPS in meV/Å, Spearman.
 PAPER_BACKBONE, PAPER_READER = "orb:orb_v3_direct_20_omat", "tan_silica:"
@@ -78,7 +90,7 @@ def summary(results: Results) -> list[dict[str, Any]]:
                 row[f"paper_{name}"] = {"mean": mean / COLUMNS[name][1], "std": std / COLUMNS[name][1]}
         row["unseen"] = {
             place: {
-                name: statistics.mean(result["unseen"][place][name] for result in found)
+                name: over_seeds([result["unseen"][place][name] for result in found])
                 for name in found[0]["unseen"][place]
             }
             for place in found[0]["unseen"]
@@ -93,10 +105,14 @@ def summary(results: Results) -> list[dict[str, Any]]:
     return rows
 
 
+def _form(row: dict[str, Any], forms: Forms, name: str) -> str:
+    _, scale, digits = forms[name]
+    return with_deviation(row[name], scale, digits) if name in row else ""
+
+
 def _value(row: dict[str, Any], name: str) -> str:
-    _, scale, digits = FORMS[name]
-    paper = f" (paper {with_deviation(row[f'paper_{name}'], scale, digits)})" if f"paper_{name}" in row else ""
-    return with_deviation(row[name], scale, digits) + paper if name in row else ""
+    paper = row.get(f"paper_{name}")
+    return _form(row, FORMS, name) + (f" (paper {_form({name: paper}, FORMS, name)})" if paper else "")
 
 
 def _by_place(results: Results) -> dict[tuple[str, str], list[dict[str, Any]]]:
@@ -147,23 +163,39 @@ def ranking_table(results: Results) -> str:
 
 def unseen_table(results: Results) -> str:
     """Out of distribution, as Markdown: does the spread rise where the error does?"""
+    heading = ["n", "structures", "method", *(title for title, _, _ in UNSEEN.values()), "seeds"]
     parts = []
     for (backbone, data), rows in _by_place(results).items():
-        rows = [row for row in rows if any("auroc_spread" in scores for scores in row["unseen"].values())]
-        if not rows:
-            continue
-        places = list(rows[0]["unseen"])
         lines = [
             [
-                *(row["size"], row["method"]),
-                *(_apart(row["unseen"][place]) for place in places),
-                _ranked(row["test_and_unseen"]),
-                _ranked(row.get("test_and_unseen_three_samples", row["test_and_unseen"])),
+                *(row["size"], place, row["method"]),
+                *(_form(row["unseen"][place], UNSEEN, name) for name in UNSEEN),
+                row["seeds"],
             ]
+            for size in dict.fromkeys(row["size"] for row in rows)
+            for place in rows[0]["unseen"]
             for row in rows
+            if row["size"] == size
         ]
-        heading = ["n", "method", *places, "Spearman, test and these together", "of 3 samples"]
-        parts.append(f"{backbone} on {data}:\n\n{_markdown(heading, lines)}")
+        if lines:
+            parts.append(f"{backbone} on {data}:\n\n{_markdown(heading, lines)}")
+    return "\n".join(parts)
+
+
+def together_table(results: Results) -> str:
+    """How well the spread ranks all structures, those of the test set and the unseen, by their error, as Markdown."""
+    heading = ["n", "method", "K", "Spearman", "of 3 samples", "of the force", "seeds"]
+    parts = []
+    for (backbone, data), rows in _by_place(results).items():
+        lines = []
+        for row in rows:
+            if scores := row.get("test_and_unseen"):
+                three = row.get("test_and_unseen_three_samples", scores)  # an ensemble has no more
+                ranked = (scores["spearman"], three["spearman"], scores["spearman_of_force"])
+                values = [with_deviation(value, 1, 2) for value in ranked]
+                lines.append([row["size"], row["method"], row["samples"], *values, row["seeds"]])
+        if lines:
+            parts.append(f"{backbone} on {data}:\n\n{_markdown(heading, lines)}")
     return "\n".join(parts)
 
 
@@ -172,22 +204,15 @@ def trials_table(results: Results) -> str:
     names = ("force_mae", "force_crps", "ssr_as_trained", "energy_crps")
     lines = []
     for row in summary(results):
-        apart = [f"{scores['auroc_spread']:.2f}" for scores in row["unseen"].values() if "auroc_spread" in scores]
+        apart = [
+            with_deviation(scores["auroc_spread"], 1, 2)
+            for scores in row["unseen"].values()
+            if "auroc_spread" in scores
+        ]
         lines.append([row["method"], *(_value(row, name) for name in names), ", ".join(apart), row["seeds"]])
     heading = ["setting", *(COLUMNS[name][0] for name in names), "AUROC of the unseen", "seeds"]
     heading[3] = "SSR as trained"
     return _markdown(heading, sorted(lines, key=lambda line: str(line[0])))
-
-
-def _apart(scores: dict[str, float]) -> str:
-    auroc = f"{scores['auroc_spread']:.2f} (of the force {scores['auroc_force']:.2f})"
-    return (
-        f"{auroc}; error x {scores['error_ratio']:.1f}, spread x {scores['spread_ratio']:.1f}; SSR {scores['ssr']:.2f}"
-    )
-
-
-def _ranked(scores: dict[str, dict[str, float]]) -> str:
-    return f"{scores['spearman']['mean']:.2f} (of the force {scores['spearman_of_force']['mean']:.2f})"
 
 
 def figure(results: Results) -> "Figure":

@@ -97,6 +97,8 @@ ATTEMPTS = {
     "p+last-rate-0.3-fixed-noise": Variant({**_FORCES, "last_rate": 0.3, "noise_rate": FIXED}),
     "p+last-rate-0.3-fixed-noise-start-2": Variant({**_FORCES, "last_rate": 0.3, "noise_rate": FIXED, "start": 2.0}),
     "deterministic+last-rate-0.3": Variant({"common_energy": 0.1, "last_rate": 0.3}),
+    "blip+last-rate-0.3": Variant({"common_energy": 0.1, "second_moment": 0.999, "last_rate": 0.3}),
+    "mc-dropout+last-rate-0.3": Variant({"common_energy": 0.1, "last_rate": 0.3}),
     "p+start-3": Variant({"start": 3.0}),
     "p+fixed-noise": Variant({"start": 1.0, "noise_rate": FIXED}),
 }

@@ -207,15 +207,20 @@ def _peaks(work: Callable[[], object]) -> tuple[float, float]:
 def measure_step(console: Console) -> dict[str, Any]:
     """A training step of P-CHGNet on four structures: time and memory as the number of samples grows.
 
-    Beside it, with the message passing as CHGNet has it, which puts the inputs of its layers together first.
+    Each step is that of a fine-tuning, with the pass without noise. Beside it, with the message passing as CHGNet has
+    it, which puts the inputs of its layers together first.
     """
+    from lightning_fabric import Fabric
+
     from pmlip import losses
     from pmlip.backbones import load_backbone
     from pmlip.backbones.chgnet import SPLIT
+    from pmlip.config import FinetuneConfig
     from pmlip.datasets import silica_pbe
     from pmlip.layers import become
     from pmlip.model import Potential, perturb
-    from pmlip.structures import labels
+    from pmlip.objective import Objective
+    from pmlip.structures import LABELS
 
     model = perturb(load_backbone("chgnet"))
     published = copy.deepcopy(model)
@@ -223,12 +228,15 @@ def measure_step(console: Console) -> dict[str, Any]:
     for part in published.modules():
         become(part, of_package.get(type(part), type(part)))
     structures = silica_pbe("train")[:4]
-    graph, target = model.backbone.graph(structures), labels(structures)
+    graph, fabric = model.backbone.graph(structures), Fabric(accelerator="cpu", devices=1)
 
     def step(model: Potential, samples: int, chunk: int | None) -> None:
         model.zero_grad(set_to_none=True)
-        noise = model.draw_for_training(samples, len(structures), torch.Generator().manual_seed(SEED))
-        losses.backpropagate(partial(model, graph), noise, partial(losses.crps_loss, labels=target), chunk=chunk)
+        config = FinetuneConfig(samples=samples, chunk=chunk)
+        objective = Objective(model, config, dict.fromkeys(LABELS, 1.0), fabric)
+        noise = objective.draw(len(structures), torch.Generator().manual_seed(SEED))
+        loss = partial(objective.loss, structures, structures)
+        losses.backpropagate(partial(model, graph), noise, loss, chunk=objective.chunk)
 
     rows = []
     step(model, 2, None)  # what is made once is not counted

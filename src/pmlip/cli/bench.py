@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from pmlip.cli.options import AsJson, Trust, Weights, one_sentence, print_json
+from pmlip.cli.options import AsJson, EnergyKey, ForcesKey, StressKey, Trust, Weights, one_sentence, print_json
 from pmlip.config import FinetuneConfig
 
 bench = typer.Typer(no_args_is_help=True, help="Benchmarks; each writes result files.")
@@ -107,6 +107,9 @@ def silica(
     trust: Trust = False,
     test_data: Annotated[str | None, typer.Option(help="Test on this file, given as for --data.")] = None,
     unseen: Annotated[list[str] | None, typer.Option(help="Out-of-distribution structures; repeatable.")] = None,
+    energy_key: EnergyKey = None,
+    forces_key: ForcesKey = None,
+    stress_key: StressKey = None,
     methods: Methods = "p,blip,ensemble,mc-dropout,constant,force-scaled,deterministic",
     sizes: Sizes = "32,128",
     seeds: Seeds = 4,
@@ -142,6 +145,9 @@ def silica(
                 unseen=tuple(unseen or ()),
                 weights=str(weights) if weights else None,
                 trust=trust,
+                energy_key=energy_key,
+                forces_key=forces_key,
+                stress_key=stress_key,
                 test=SilicaSettings.test if test is None else test,
                 test_samples=samples,
                 config=FinetuneConfig(steps=steps, batch=batch, chunk=chunk),

@@ -54,8 +54,8 @@ def chosen(available: int, count: int | None, seed: int, path: Path) -> list[int
 
 @contextlib.contextmanager
 def in_file(path: Path) -> Iterator[None]:
-    """Errors about a structure name the file it came from."""
+    """What is wrong with structures is told with the file they came from."""
     try:
         yield
-    except StructureError as error:
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

@@ -48,17 +48,17 @@ def run(
     names = _names([path, *others], [p.resolve().parent.name if p.stem == "model" else p.stem for p in (path, *others)])
     called = _names([data, *unseen], [file.name for file in (data, *unseen)])
     left_out = _excluded(exclude)
-    structures = {}
+    structures, kept = {}, {}
     for file in (data, *unseen):
         read, found = read_structures(file, **keys)
         console.print(str(found))
         if report is not None:
             with in_file(file):
                 require_labels(read, ["forces"])  # of every figure
-        kept = [atoms for atoms in read if not left_out or fingerprint([atoms])[:16] not in left_out]
-        if not kept:
+        new = [i for i, atoms in enumerate(read) if not left_out or fingerprint([atoms])[:16] not in left_out]
+        if not new:
             raise ValueError(f"{file}: the run in {exclude} has seen every structure of it")
-        structures[file] = [kept[i] for i in chosen(len(kept), count, seed, file)]
+        structures[file], kept[file] = read, [new[i] for i in chosen(len(new), count, seed, file)]
     record: dict[str, Any] = {"model": path.name, "seed": seed}
     judged: list[Judged] = []
     outside: list[Judged] = []
@@ -70,10 +70,11 @@ def run(
             loaded.spread_samples(samples)  # refuses what gives no spread
         for file in (data, *unseen):
             with in_file(file):
-                check_structures(loaded.backbone, structures[file], range(len(structures[file])))
+                check_structures(loaded.backbone, structures[file], kept[file])
+            asked = [structures[file][i] for i in kept[file]]
             with progress_bar(console) as bar:
-                show = counter(bar, f"{names[given]} on {called[file]}", len(structures[file]))
-                result = evaluate(loaded, structures[file], samples=samples, seed=seed, progress=show)
+                show = counter(bar, f"{names[given]} on {called[file]}", len(asked))
+                result = evaluate(loaded, asked, samples=samples, seed=seed, progress=show)
             console.print(_table(f"{names[given]} on {called[file]}", result))
             own = Judged(names[given], called[file], result)
             (judged if file is data else outside).append(own)
@@ -149,6 +150,7 @@ def _table(name: str, result: Evaluation) -> Table:
         table.caption = (
             f"Spearman of spread and error: structures {forces['spearman_structure']:.2f} ({best}|F| alone "
             f"{forces['spearman_structure_of_force']:.2f}, beyond |F| {forces['spearman_structure_given_force']:.2f}), "
-            f"atoms {forces['spearman_atom']:.2f} (|F| alone {forces['spearman_atom_of_force']:.2f})"
+            f"atoms {forces['spearman_atom']:.2f} (|F| alone {forces['spearman_atom_of_force']:.2f}, beyond |F| "
+            f"{forces['spearman_atom_given_force']:.2f})"
         )
     return table

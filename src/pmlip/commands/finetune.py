@@ -64,6 +64,8 @@ def run(
     for file in [train] if valid is None else [train, valid]:
         read, found = read_structures(file, **keys)
         console.print(str(found))
+        if "forces" in config.learned:
+            found.require("forces")
         with in_file(file):
             check_labels(read, config.learned, missing=config.missing)
         if valid is None:

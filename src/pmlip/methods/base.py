@@ -28,6 +28,7 @@ class Method(nn.Module, ABC):
     backbone: Backbone
     trains_on_samples = False  # whether its loss is of K samples, where a draw of zeros is no noise; otherwise of one
     fixed_samples: int | None = None  # how many samples there are, where that is not free
+    one_pass = False  # whether one pass through the network gives all samples of a structure
     origin: checkpoint.Origin  # the backbone it was made from
     record: dict[str, Any]  # how it was trained and calibrated, for its file
 

@@ -18,6 +18,7 @@ class Gaussian(WrappedMethod):
     """Subclasses say what the width of the forces is proportional to; energies per atom and stresses have one width."""
 
     needs_validation = True
+    one_pass = True
     widths: Tensor  # of the outputs, in units of what they are proportional to; zero before they are fitted
 
     def __init__(self, backbone: Backbone) -> None:
