@@ -3,7 +3,6 @@ import json
 import pytest
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import write
-from rich.console import Console
 from typer.testing import CliRunner
 
 from pmlip import datasets, parabola
@@ -14,7 +13,6 @@ from pmlip.benchmark.silica import made_of
 from pmlip.benchmark.silica_data import SilicaSettings, splits
 from pmlip.benchmark.silica_variants import AS_IN_THE_PAPER
 from pmlip.cli import app
-from pmlip.config import FinetuneConfig
 from pmlip.files import write_json
 from test_backbones_orb import WIDTHS, small
 from test_datasets import in_kcal, silica
@@ -136,7 +134,7 @@ def test_labels_may_have_names_of_their_own(tmp_path):
     assert [atoms.get_potential_energy() for atoms in read] == [atoms.get_potential_energy() for atoms in given]
 
 
-def test_the_setting_of_the_paper_with_a_small_orb_and_a_file_of_its_form(tmp_path, monkeypatch):
+def test_the_command_for_the_setting_of_the_paper_with_a_small_orb_and_a_file_of_its_form(tmp_path, monkeypatch):
     """Training from the front of one file, test on another, kcal/mol, weights of Orb-v3 from a local file."""
     import orb_models.forcefield.pretrained as package
 
@@ -145,16 +143,6 @@ def test_the_setting_of_the_paper_with_a_small_orb_and_a_file_of_its_form(tmp_pa
     small("direct").save(tmp_path / "small.ckpt")
     architecture = package.orb_v3_direct_architecture
     monkeypatch.setattr(package, "orb_v3_direct_architecture", lambda **given: architecture(**WIDTHS, **given))
-    settings = SilicaSettings(
-        backbone="orb:orb_v3_direct_20_omat",
-        weights=str(tmp_path / "small.ckpt"),
-        data=f"tan_silica:{tmp_path / 'train.xyz'}",
-        test_data=f"tan_silica:{tmp_path / 'test.xyz'}",
-        test_samples=4,
-        config=FinetuneConfig(epochs=1, samples=2, batch=2),
-    )
-    data = splits(3, settings)
-    assert (len(data.train), len(data.valid), len(data.test)) == (3, 2, 4)
 
     def in_this_process(cells, job, folder, **_):  # where Orb is small
         for cell in cells:
@@ -165,19 +153,28 @@ def test_the_setting_of_the_paper_with_a_small_orb_and_a_file_of_its_form(tmp_pa
         monkeypatch.setattr(parabola, name, 2)
     for method in ("p", "blip"):
         monkeypatch.setitem(silica_tables.PAPER, (method, 3), silica_tables.PAPER[method, 32])
-    names, out = ["p", "p+paper", "blip+published"], tmp_path / "results"
-    rows = benchmark.run(settings, names=names, sizes=[3], seeds=1, folder=out, jobs=1, console=Console(quiet=True))
+    backbone, out = "orb:orb_v3_direct_20_omat", tmp_path / "results"
+    data, test_data = (f"tan_silica:{tmp_path / name}" for name in ("train.xyz", "test.xyz"))
+    arguments = ["--backbone", backbone, "--weights", tmp_path / "small.ckpt", "--data", data, "--test-data", test_data]
+    arguments += ["--methods", "p,p+paper,blip+published", "--seeds", 1, "--device", "cpu"]
+    short = ["--samples", 4, "--steps", 2, "--batch", 2, "--chunk", 1]
+    result = invoke(*arguments, "--sizes", 3, *short, "--out", out, "--json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
     assert {row["method"]: row["paper_force_crps"]["mean"] for row in rows} == pytest.approx(
         {"p": 1.94e-3, "p+paper": 1.94e-3, "blip+published": 5.78e-3}
     )
     assert (out / "table.md").read_text().count("(paper ") == 9
     assert (out / "figure.png").exists()
-    result = json.loads((out / "orb_v3_direct_20_omat-train-blip+published-3-0.json").read_text())
-    assert result["test"]["force_crps"] > 0
-    assert result["settings"]["data"] == "tan_silica:train.xyz"
-    assert result["settings"]["config"]["clip"] == 0.5
-    with pytest.raises(ValueError, match=r"6 structures in all were asked for, .* holds 5"):
-        splits(5, settings)
+    stored = json.loads((out / "orb_v3_direct_20_omat-train-blip+published-3-0.json").read_text())
+    assert stored["test"]["force_crps"] > 0
+    assert stored["settings"]["data"] == "tan_silica:train.xyz"
+    assert stored["settings"]["config"]["clip"] == 0.5
+    parts = splits(3, SilicaSettings(backbone=backbone, data=data, test_data=test_data))
+    assert (len(parts.train), len(parts.valid), len(parts.test)) == (3, 2, 4)
+    result = invoke(*arguments, "--sizes", 5, "--out", out)
+    assert result.exit_code == 2
+    assert "6 structures in all were asked for" in " ".join(result.output.split())
 
 
 def test_cells_from_before_a_setting_was_there_belong_to_what_was_done_then(tmp_path):
