@@ -16,6 +16,7 @@ class FinetuneConfig:
     backbone_rate: float | None = None  # learning rate of the backbone's weights; by default what suits the potential
     noise_rate: float | None = None  # of what comes with the method; by default by how the potential responds to noise
     start: float | None = None  # random noise weights: 1 (default) for a spread as large as the error, 0 for none
+    balance: float = 1.0  # of that start: 1 if all sites shall have the same part in the spread, 0 for the same weights
     warm_up: float = 0.2  # share of the steps in which the rates rise; then they fall as a cosine
     last_rate: float = 0.3  # share of the rates that is left at the end
     clip: float = 10.0  # largest norm of the gradient
@@ -53,7 +54,7 @@ class FinetuneConfig:
         for name in ("backbone_rate", "noise_rate", "clip"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("warm_up", "last_rate", "common_energy"):
+        for name in ("balance", "warm_up", "last_rate", "common_energy"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is a share, between 0 and 1, got {getattr(self, name)}")
         for name in ("average", "second_moment"):

@@ -47,12 +47,16 @@ class Perturbed(nn.Module):
         return [self.noise.mixing, *(layer.noise_weight for layer in noisy_layers(self.backbone))]
 
     @torch.no_grad()
-    def randomise(self, std: float, *, seed: int = 0) -> None:
-        """Give all noise weights random values of this size: a spread without training. W_z stays as it is."""
-        generator = torch.Generator().manual_seed(seed)
-        for layer in noisy_layers(self.backbone):
+    def randomise(self, std: float | Sequence[float], *, seed: int = 0) -> None:
+        """Give all noise weights random values of this size, or each layer's of its own: a spread without training.
+
+        W_z stays as it is.
+        """
+        generator, layers = torch.Generator().manual_seed(seed), list(noisy_layers(self.backbone))
+        sizes = std if isinstance(std, Sequence) else [std] * len(layers)
+        for layer, size in zip(layers, sizes, strict=True):
             weight = layer.noise_weight
-            weight.copy_(std * torch.randn(weight.shape, generator=generator))
+            weight.copy_(size * torch.randn(weight.shape, generator=generator))
 
     def draw(self, samples: int, *, seed: int = 0, kind: str = "plain") -> Tensor:
         """The standard normal e of each sample, (sample, noise); see `pmlip.noise.draw` for the kinds."""
@@ -200,16 +204,17 @@ class Potential(Perturbed, Method):
         Potentials respond to noise very differently (Orb-v2 twenty times as strongly as CHGNet), so no one rate suits
         all. The share is what served Orb-v2 and CHGNet alike.
         """
-        return 0.004 * response.weights_for(self, error, structures)
+        return 0.004 * max(response.weights_for(error, response.of_layers(self, structures), balance=0.0))
 
     @property
     def usual_start(self) -> float:
         return 0.0 if self.trained else 1.0  # what was learned before must not be lost
 
-    def start_at_random(self, share: float, structures: Sequence[Atoms], error: float, *, seed: int) -> None:
+    def start_at_random(self, spread: float, structures: Sequence[Atoms], *, balance: float, seed: int) -> None:
         """Training then takes the spread away where there are data, and leaves it elsewhere."""
         self.energy_curvature.zero_()  # of what was there before
-        self.randomise(share * response.weights_for(self, error, structures), seed=seed)
+        responses = response.of_layers(self, structures)
+        self.randomise(response.weights_for(spread, responses, balance=balance), seed=seed)
 
     def sample(
         self,

@@ -19,7 +19,7 @@ TUNED = {"blip": Variant({"second_moment": 0.999}), "mc-dropout": Variant({"last
 # what is scored
 AS_IN_THE_PAPER: dict[str, Any] = {"energy_without_noise": 0.0, "forces_without_noise": 0.0, "common_energy": 1.0}
 # of cells from before these could be set
-FORMERLY: dict[str, Any] = AS_IN_THE_PAPER | {"last_rate": 0.0}
+FORMERLY: dict[str, Any] = AS_IN_THE_PAPER | {"last_rate": 0.0, "balance": 0.0}
 
 COMPARED = {
     "p+paper": Variant({"start": 0.0, **AS_IN_THE_PAPER}, {"noise_dim": 32}),
@@ -96,6 +96,7 @@ ATTEMPTS = {
     "p+last-rate-0.3-noise-1e-3-start-2": Variant({**_FORCES, "last_rate": 0.3, "noise_rate": 1e-3, "start": 2.0}),
     "p+last-rate-0.3-fixed-noise": Variant({**_FORCES, "last_rate": 0.3, "noise_rate": FIXED}),
     "p+last-rate-0.3-fixed-noise-start-2": Variant({**_FORCES, "last_rate": 0.3, "noise_rate": FIXED, "start": 2.0}),
+    "p+balanced": Variant({**_FORCES, "last_rate": 0.3, "balance": 1.0}),
     "deterministic+last-rate-0.3": Variant({"common_energy": 0.1, "last_rate": 0.3}),
     "blip+last-rate-0.3": Variant({"common_energy": 0.1, "second_moment": 0.999, "last_rate": 0.3}),
     "mc-dropout+last-rate-0.3": Variant({"common_energy": 0.1, "last_rate": 0.3}),

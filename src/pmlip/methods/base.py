@@ -73,11 +73,14 @@ class Method(nn.Module, ABC):
 
     @property
     def usual_start(self) -> float:
-        """The share for `start_at_random` where none is asked for."""
+        """The spread to start with where none is asked for, as a share of the error."""
         return 0.0
 
-    def start_at_random(self, share: float, structures: Sequence[Atoms], error: float, *, seed: int) -> None:
-        """Before training: a random spread of the forces of this share of their error."""
+    def start_at_random(self, spread: float, structures: Sequence[Atoms], *, balance: float, seed: int) -> None:
+        """Before training: a random spread of the forces of this size, in eV/Å.
+
+        balance: how far the layers where noise enters have the same part in it, from 0 to 1.
+        """
         raise ValueError(f"{type(self).__name__} has no noise weights that could start at random, so start must be 0")
 
     def energy_parameters(self) -> list[nn.Parameter]:
