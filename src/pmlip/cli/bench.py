@@ -193,6 +193,9 @@ def silica_trials(
 @bench.command()
 def symmetry(
     backbone: Annotated[str, typer.Argument(help="Backbone, as for finetune.")],
+    model: Annotated[
+        Path | None, typer.Option(help="A model that finetune made of it; by default one with random noise weights.")
+    ] = None,
     weights: Weights = None,
     trust: Trust = False,
     out: Annotated[Path, typer.Option(help="Folder of the result file.")] = Path("benchmarks/results/symmetry"),
@@ -204,7 +207,7 @@ def symmetry(
     from pmlip.benchmark.symmetry import run
 
     with one_sentence():
-        run(backbone, weights=weights, trust=trust, out=out, console=Console())
+        run(backbone, model=model, weights=weights, trust=trust, out=out, console=Console())
 
 
 @bench.command()
