@@ -70,38 +70,34 @@ TRIALS: dict[str, dict[str, Variant]] = {
     },
 }
 
-# What else was tried: the usual memory of AdamW, other weights and scores of the energies, a spread of P that rises
-# where there are no data, rates that do not fall to zero, and what could help the forces of P.
+# What else was tried: the usual memory of AdamW, other weights and scores of the energies, rates that do not fall to
+# zero, and what could help the forces of P.
 FIXED = 1e-9  # a rate at which noise weights stay what they are: the backbone learns to live with the noise
 _ENERGIES = {"energy_without_noise": 1.0, "common_energy": 0.1}
 _FORCES = {"start": 1.0, "forces_without_noise": 1.0, **_ENERGIES}
+_BALANCED = {**_FORCES, "last_rate": 0.3, "balance": 1.0}
 ATTEMPTS = {
     "p+second-moment-0.999": Variant({"start": 0.0, "second_moment": 0.999}, {"noise_dim": 32}),
     "blip+second-moment-0.999": Variant({"second_moment": 0.999}),
     "deterministic+second-moment-0.999": Variant({"second_moment": 0.999}),
-    "p+energy-0.01": Variant({"start": 1.0, "energy": 0.01}),
-    "p+energy-0.2": Variant({"start": 1.0, "energy": 0.2}),
-    "deterministic+energy-0.01": Variant({"energy": 0.01}),
-    "deterministic+energy-0.2": Variant({"energy": 0.2}),
     "deterministic+common-energy-0.1": Variant({"common_energy": 0.1}),
     "blip+common-energy-0.1": Variant({"common_energy": 0.1, "second_moment": 0.999}),
     "mc-dropout+common-energy-0.1": Variant({"common_energy": 0.1}),
-    "p+energy-without-noise": Variant({"start": 1.0, "energy_without_noise": 1.0}),
     "p+energy-without-noise-common-0.1": Variant({"start": 1.0, **_ENERGIES}),
     "p+forces-without-noise": Variant(_FORCES),
     "p+forces-without-noise-3": Variant({**_FORCES, "forces_without_noise": 3.0}),
     "p+forces-without-noise-start-0.5": Variant({**_FORCES, "start": 0.5}),
     "p+last-rate-0.3": Variant({**_FORCES, "last_rate": 0.3}),
-    "p+last-rate-0.3-noise-1e-3": Variant({**_FORCES, "last_rate": 0.3, "noise_rate": 1e-3}),
     "p+last-rate-0.3-noise-1e-3-start-2": Variant({**_FORCES, "last_rate": 0.3, "noise_rate": 1e-3, "start": 2.0}),
-    "p+last-rate-0.3-fixed-noise": Variant({**_FORCES, "last_rate": 0.3, "noise_rate": FIXED}),
     "p+last-rate-0.3-fixed-noise-start-2": Variant({**_FORCES, "last_rate": 0.3, "noise_rate": FIXED, "start": 2.0}),
-    "p+balanced": Variant({**_FORCES, "last_rate": 0.3, "balance": 1.0}),
+    "p+balanced": Variant(_BALANCED),
+    "p+balanced-energy-0.01": Variant({**_BALANCED, "energy": 0.01}),
+    "p+balanced-energy-0.2": Variant({**_BALANCED, "energy": 0.2}),
     "deterministic+last-rate-0.3": Variant({"common_energy": 0.1, "last_rate": 0.3}),
+    "deterministic+last-rate-0.3-energy-0.01": Variant({"common_energy": 0.1, "last_rate": 0.3, "energy": 0.01}),
+    "deterministic+last-rate-0.3-energy-0.2": Variant({"common_energy": 0.1, "last_rate": 0.3, "energy": 0.2}),
     "blip+last-rate-0.3": Variant({"common_energy": 0.1, "second_moment": 0.999, "last_rate": 0.3}),
     "mc-dropout+last-rate-0.3": Variant({"common_energy": 0.1, "last_rate": 0.3}),
-    "p+start-3": Variant({"start": 3.0}),
-    "p+fixed-noise": Variant({"start": 1.0, "noise_rate": FIXED}),
 }
 
 
