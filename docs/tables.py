@@ -38,6 +38,8 @@ TABLES: dict[str, Callable[[], str]] = {
         read_cells(RESULTS / "nbody" / "ablation"), read_cells(RESULTS / "nbody")
     ),
     "silica": lambda: silica_tables.table(read_cells(RESULTS / "silica")),
+    "silica former": lambda: silica_tables.table(read_cells(RESULTS / "silica" / "former")),
+    "silica former unseen": lambda: silica_tables.unseen_table(read_cells(RESULTS / "silica" / "former")),
     "silica ranking": lambda: silica_tables.ranking_table(read_cells(RESULTS / "silica")),
     "silica trials": lambda: silica_tables.trials_table(read_cells(RESULTS / "silica" / "trials")),
     "silica together": lambda: silica_tables.together_table(read_cells(RESULTS / "silica")),

@@ -399,7 +399,7 @@ def test_the_response_to_noise_is_that_of_structures_without_symmetry():
     crystals = [bulk("NaCl", "rocksalt", a=a) for a in np.linspace(5.4, 5.8, 8)]
     rattled = [atoms.copy() for atoms in crystals]
     for number, atoms in enumerate(rattled):
-        atoms.rattle(0.1, seed=number)
+        atoms.rattle(0.05, seed=number)
     assert potential.rate_for_new(crystals, 0.05) == pytest.approx(potential.rate_for_new(rattled, 0.05), rel=0.7)
 
 

@@ -5,10 +5,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from ase import Atoms
 
-from pmlip.chunks import FIXED_ATOMS
 from pmlip.injection import noisy_layers
+from pmlip.methods.base import evaluating
 from pmlip.samples import STILL
 from pmlip.structures import evenly
 
@@ -16,31 +17,38 @@ if TYPE_CHECKING:
     from pmlip.model import Potential
 
 RELAXED = 0.05  # eV/Å; with smaller forces, structures are at rest
-STRUCTURES, SAMPLES = 4, 4  # for each layer
-SMALL = 0.01  # noise weights to which forces respond in proportion
+STRUCTURES, PROBES = 4, 8  # of each
 DEAD = 1e-3  # of the largest response: some layers, as CHGNet's last of angles, do not reach the output
 
 
 def of_layers(potential: "Potential", structures: Sequence[Atoms]) -> list[float]:
-    """The spread of the forces, in eV/Å, for random noise weights of size 1 in each layer alone; 0 for a dead one."""
+    """The spread of the forces, in eV/Å, for small random noise weights in each layer alone, by their size; 0: dead.
+
+    By gradients, all layers at once: if v is random, |d(v F)/d shift|^2 is on average the sum of squares of dF/d shift.
+    """
     tried = copy.deepcopy(potential)
-    some = [_with_another_atom(atoms) if len(atoms) == 1 else atoms.copy() for atoms in evenly(structures, STRUCTURES)]
     tried.randomise(0.0)
-    for atoms in some:
-        if float(tried.predict(atoms).forces.abs().max()) < RELAXED:
-            atoms.rattle(0.05, seed=0)  # where symmetry fixes the forces there would be no spread at all
-    layers = len(list(noisy_layers(tried.backbone)))
-    found = []
-    for layer in range(layers):
-        tried.randomise([SMALL * (layer == other) for other in range(layers)])
-        drawn = tried.sample(some, samples=SAMPLES, chunk_atoms=FIXED_ATOMS)
-        found.append(float(drawn.forces.double().std(0).square().mean().sqrt()))
-    if max(found) < STILL:
+    weights = [layer.noise_weight for layer in noisy_layers(tried.backbone)]
+    mixing, generator = tried.noise.mixing.detach(), torch.Generator().manual_seed(0)
+    squares, e = torch.zeros(len(weights), dtype=torch.float64), tried.draw(1)
+    some = evenly(structures, STRUCTURES)
+    with evaluating(tried), torch.enable_grad():
+        for atoms in some:
+            graph = tried.backbone.graph([_in_motion(atoms, tried)])
+            forces = tried(graph, e)["forces"]
+            for _ in range(PROBES):
+                probe = torch.randn(forces.shape, generator=generator).to(forces)
+                found = torch.autograd.grad(forces, weights, probe, retain_graph=True, materialize_grads=True)
+                squares += torch.stack([x.double().square().sum().cpu() for x in found]) / forces.numel()
+    # the shift of a layer is its weights times z, here one z, in a spread all
+    per_shift = squares / (len(some) * PROBES) / float((e.to(mixing) @ mixing.T).square().sum())
+    spreads = (per_shift * float(mixing.square().sum())).sqrt().tolist()
+    if max(spreads) < STILL:
         raise ValueError(
             "forces do not respond to noise, so no noise weights can be found that suit them; give structures with "
             "forces, or the rate and the start with --noise-rate and --start 0"
         )
-    return [spread / SMALL if spread > DEAD * max(found) else 0.0 for spread in found]
+    return [spread if spread > DEAD * max(spreads) else 0.0 for spread in spreads]
 
 
 def weights_for(spread: float, responses: Sequence[float], *, balance: float) -> list[float]:
@@ -52,6 +60,14 @@ def weights_for(spread: float, responses: Sequence[float], *, balance: float) ->
     shape = [response**-balance if response else 0.0 for response in responses]
     whole = math.hypot(*(own * response for own, response in zip(shape, responses, strict=True)))
     return [spread * own / whole for own in shape]
+
+
+def _in_motion(atoms: Atoms, potential: "Potential") -> Atoms:
+    """The same or, where symmetry fixes its forces so that noise could not move them, one like it without."""
+    moved = _with_another_atom(atoms) if len(atoms) == 1 else atoms.copy()
+    if float(potential.predict(moved).forces.abs().max()) < RELAXED:
+        moved.rattle(0.05, seed=0)
+    return moved
 
 
 def _with_another_atom(atoms: Atoms) -> Atoms:
