@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 from ase.calculators.singlepoint import SinglePointCalculator
@@ -11,8 +12,9 @@ from pmlip.benchmark import silica_tables
 from pmlip.benchmark.runner import Cell
 from pmlip.benchmark.silica import made_of
 from pmlip.benchmark.silica_data import SilicaSettings, splits
-from pmlip.benchmark.silica_variants import AS_IN_THE_PAPER
+from pmlip.benchmark.silica_variants import BEFORE, FORMERLY
 from pmlip.cli import app
+from pmlip.config import FinetuneConfig
 from pmlip.files import write_json
 from test_backbones_orb import WIDTHS, small
 from test_datasets import in_kcal, silica
@@ -90,7 +92,8 @@ def test_the_ensemble_of_a_seed_leaves_its_own_out_of_four():
     ("arguments", "message"),
     [
         (["--methods", "blibb"], "did you mean 'blip'?"),
-        (["--data", "silica-pbe", "--unseen", "edi.npz"], "silica-pbe has test and unseen sets of its own"),
+        (["--data", "silica-pbe", "--unseen", "edi.npz"], "silica-pbe has labels, test and unseen sets of its own"),
+        (["--energy-key", "e"], "silica-pbe has labels, test and unseen sets of its own"),
         (["--methods", "blip+pubished"], "unknown variant 'blip+pubished'; allowed: blip, blip+published"),
         (["--test", "20"], "--test 20: there is a test set already, that of silica-pbe"),
         (
@@ -179,14 +182,17 @@ def test_the_command_for_the_setting_of_the_paper_with_a_small_orb_and_a_file_of
 
 def test_cells_from_before_a_setting_was_there_belong_to_what_was_done_then(tmp_path):
     """p+paper scores energies as all did then; p does not any more."""
-    settings = SilicaSettings(backbone="chgnet", data="silica-pbe")
+    settings = SilicaSettings(backbone="chgnet", data="silica-pbe", config=replace(BEFORE, steps=None))
     for name in ("p+paper", "blip+published"):
         cell = Cell(f"chgnet-silica_pbe-{name}", 8, 0)
         stored = benchmark._described(settings, cell, splits(8, settings).hash)
-        for later in AS_IN_THE_PAPER:
+        for later in FORMERLY:
             del stored["config"][later]
         write_json(cell.file(tmp_path), {"settings": stored})
     benchmark._check_stored("chgnet-silica_pbe", settings, tmp_path)
+    settings = replace(settings, config=FinetuneConfig())
+    (tmp_path / "chgnet-silica_pbe-p+paper-8-0.json").unlink()
+    (tmp_path / "chgnet-silica_pbe-blip+published-8-0.json").unlink()
     cell = Cell("chgnet-silica_pbe-p", 8, 0)
     stored["config"] = {**benchmark._described(settings, cell, "")["config"]}
     del stored["config"]["common_energy"]

@@ -14,5 +14,5 @@ def test_of_many_weights_that_do_not_fit_the_first_is_told():
         nn.Linear(2, 3).load_state_dict(nn.Linear(3, 4).state_dict())
     assert first_reason(found.value).startswith("size mismatch for weight: ")
     assert "\n" not in first_reason(found.value)
-    assert first_reason(ValueError("one line")) == "one line"
+    assert first_reason(ValueError("one line\nPlease file an issue")) == "one line"
     assert first_reason(KeyError()) == "KeyError"

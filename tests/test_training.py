@@ -20,6 +20,7 @@ import pmlip
 from conftest import randomise_noise
 from pmlip import losses, methods, training
 from pmlip.config import FinetuneConfig
+from pmlip.injection import noisy_layers
 from pmlip.structures import fingerprint, labels
 from pmlip.training import finetune
 from tiny import tiny_backbone
@@ -353,13 +354,16 @@ def test_the_weaker_the_response_to_noise_the_larger_its_rate():
     weak, strong = model(), model()
     with torch.no_grad():
         strong.noise.mixing.mul_(3)
-    rates = [made.rate_for_new(data, 0.1) for made in (weak, strong)]
+    rates = [made.rate_for_new(made.responses(data), 0.1) for made in (weak, strong)]
     assert rates[0] == pytest.approx(3 * rates[1], rel=0.02)
-    assert weak.rate_for_new(data, 0.2) == pytest.approx(2 * rates[0])
+    responses = weak.responses(data)
+    assert weak.rate_for_new(responses, 0.2) == pytest.approx(2 * rates[0])
     before = state(weak)
     done = finetune(weak, data, config=replace(CONFIG, noise_rate=None, epochs=1))
     assert_same(before, state(model()))  # finding the rate leaves the model as it is
-    assert done.noise_rate == pytest.approx(model().rate_for_new(data, done.scales["forces"]), rel=0.06)  # two digits
+    assert done.noise_rate == pytest.approx(
+        model().rate_for_new(responses, done.scales["forces"]), rel=0.06
+    )  # two digits
 
 
 def test_noise_can_start_at_random_with_a_spread_of_the_size_of_the_error():
@@ -375,6 +379,18 @@ def test_noise_can_start_at_random_with_a_spread_of_the_size_of_the_error():
     assert not torch.allclose(others.sample(data, samples=64).spread.forces, drawn.spread.forces, rtol=0.05)
     with pytest.raises(ValueError, match="Deterministic has no noise weights that could start at random"):
         finetune(methods.make("deterministic", tiny_backbone()), data, config=replace(CONFIG, start=1.0))
+
+
+def test_noise_starts_in_balance_unless_it_should_not():
+    """The sites of this potential respond differently, so in balance their weights differ."""
+    sizes = {}
+    for balance in (0.0, 1.0):
+        config = replace(CONFIG, start=1.0, balance=balance, steps=1, epochs=None, noise_rate=1e-9)
+        finetune(trained := model(), molecules(), config=config)
+        deviations = [float(layer.noise_weight.detach().std()) for layer in noisy_layers(trained.backbone)]
+        sizes[balance] = [size for size in deviations if size > 1e-6]
+    assert max(sizes[0.0]) < 1.3 * min(sizes[0.0])
+    assert max(sizes[1.0]) > 1.5 * min(sizes[1.0])
 
 
 def test_noise_starts_at_random_unless_there_is_some_already_or_it_should_start_at_zero():
@@ -400,7 +416,8 @@ def test_the_response_to_noise_is_that_of_structures_without_symmetry():
     rattled = [atoms.copy() for atoms in crystals]
     for number, atoms in enumerate(rattled):
         atoms.rattle(0.05, seed=number)
-    assert potential.rate_for_new(crystals, 0.05) == pytest.approx(potential.rate_for_new(rattled, 0.05), rel=0.7)
+    rates = [potential.rate_for_new(potential.responses(some), 0.05) for some in (crystals, rattled)]
+    assert rates[0] == pytest.approx(rates[1], rel=0.7)
 
 
 def test_validation_structures_must_carry_labels():

@@ -12,5 +12,5 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
 
 def first_reason(error: Exception) -> str:
     """The first line that says something: torch tells of every weight that does not fit, below a heading."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    return lines[min(1, len(lines) - 1)].strip()
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[1] if lines[0].endswith(":") and len(lines) > 1 else lines[0]

@@ -198,22 +198,24 @@ class Potential(Perturbed, Method):
             if curvature is not None:
                 self.energy_curvature.sub_((to_z.T @ curvature @ to_z).to(self.energy_curvature))
 
-    def rate_for_new(self, structures: Sequence[Atoms], error: float) -> float:
+    def responses(self, structures: Sequence[Atoms]) -> list[float]:
+        return response.of_layers(self, structures)
+
+    def rate_for_new(self, responses: Sequence[float], error: float) -> float:
         """0.4 % of the random noise weights with which the spread would be as large as the error.
 
         Potentials respond to noise very differently (Orb-v2 twenty times as strongly as CHGNet), so no one rate suits
         all. The share is what served Orb-v2 and CHGNet alike.
         """
-        return 0.004 * max(response.weights_for(error, response.of_layers(self, structures), balance=0.0))
+        return 0.004 * max(response.weights_for(error, responses, balance=0.0))
 
     @property
     def usual_start(self) -> float:
         return 0.0 if self.trained else 1.0  # what was learned before must not be lost
 
-    def start_at_random(self, spread: float, structures: Sequence[Atoms], *, balance: float, seed: int) -> None:
+    def start_at_random(self, spread: float, responses: Sequence[float], *, balance: float, seed: int) -> None:
         """Training then takes the spread away where there are data, and leaves it elsewhere."""
         self.energy_curvature.zero_()  # of what was there before
-        responses = response.of_layers(self, structures)
         self.randomise(response.weights_for(spread, responses, balance=balance), seed=seed)
 
     def sample(

@@ -43,7 +43,8 @@ class Found:
         if label not in self.labels:
             raise ValueError(
                 f"{self.path}: none of the structures carries {label}; the names in it are: {', '.join(self.names)}. "
-                f"If one of these is what is meant, say so with --{label}-key"
+                f"If one of these is what is meant, say so with --{label}-key; to learn from the others alone, give "
+                f"--{label} 0"
             )
 
     def __str__(self) -> str:

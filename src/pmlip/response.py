@@ -10,7 +10,6 @@ from ase import Atoms
 
 from pmlip.injection import noisy_layers
 from pmlip.methods.base import evaluating
-from pmlip.samples import STILL
 from pmlip.structures import evenly
 
 if TYPE_CHECKING:
@@ -18,7 +17,8 @@ if TYPE_CHECKING:
 
 RELAXED = 0.05  # eV/Å; with smaller forces, structures are at rest
 STRUCTURES, PROBES = 4, 8  # of each
-DEAD = 1e-3  # of the largest response: some layers, as CHGNet's last of angles, do not reach the output
+STILL = 1e-3  # eV/Å for noise weights of size 1; CHGNet, which responds least, has 0.05
+DEAD = 0.02  # of the largest response: some layers, as CHGNet's last of angles, do not reach the forces
 
 
 def of_layers(potential: "Potential", structures: Sequence[Atoms]) -> list[float]:

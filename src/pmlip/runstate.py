@@ -13,7 +13,7 @@ import torch
 from pmlip.files import atomic_write
 
 FORMAT = "pmlip-run"
-VERSION = 3  # as the format of checkpoints
+VERSION = 4  # of what a state holds, and of the settings there are
 
 
 STATE_FILE = "last.pt"

@@ -1,7 +1,9 @@
 """Structures at the door: ASE Atoms in, checked, and their labels as tensors."""
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -27,6 +29,15 @@ class StructureError(ValueError):
     def after(self, start: int) -> "StructureError":
         """The same for a list in which `start` structures come before those given."""
         return StructureError(self.atoms, start + self.index, self.problem)
+
+
+@contextlib.contextmanager
+def in_file(path: Path) -> Iterator[None]:
+    """What is wrong with structures is told with the file they came from."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def as_structures(structures: Atoms | Iterable[Atoms]) -> list[Atoms]:

@@ -149,9 +149,13 @@ class _Run:
         else:
             self.offsets, self.scales = prepare(model, train, config)
             error = self.scales.get("forces", DEFAULT_ERROR)
-            self.noise_rate = float(f"{config.noise_rate or self.model.rate_for_new(train, error):.2g}")  # as printed
-            if start := self.model.usual_start if config.start is None else config.start:
-                self.model.start_at_random(start * error, train, balance=config.balance, seed=config.seed)
+            start = self.model.usual_start if config.start is None else config.start
+            responses = self.model.responses(train) if start or config.noise_rate is None else []
+            self.noise_rate = float(
+                f"{config.noise_rate or self.model.rate_for_new(responses, error):.2g}"
+            )  # as printed
+            if start:
+                self.model.start_at_random(start * error, responses, balance=config.balance, seed=config.seed)
                 self._fit_energy_zero(curved=False)  # what training makes of the curvature, steps do not follow
             if fabric.world_size > 1:  # sums on a GPU differ in their last digits, and rates are rounded
                 measured = of_first((self.offsets, self.scales, self.noise_rate), fabric)

@@ -13,6 +13,7 @@ from ase.calculators.calculator import Calculator
 from torch import Tensor, nn
 
 from pmlip.injection import Site
+from pmlip.structures import StructureError
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,14 @@ class Backbone(nn.Module, ABC):
         super().__init__()
         self.module = module  # the package's own model
         self.variant = variant
+
+    def check(self, structures: Sequence[Atoms], indices: Sequence[int]) -> None:
+        """Find out now, not in an hour, whether it can take these of the structures."""
+        for index in indices:
+            try:
+                self.graph([structures[index]])
+            except StructureError as error:
+                raise error.after(index) from None
 
     @abstractmethod
     def sites(self) -> Sequence[Site]:

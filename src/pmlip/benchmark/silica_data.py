@@ -10,9 +10,8 @@ from ase import Atoms
 
 from pmlip import datasets
 from pmlip.backbones import Backbone
-from pmlip.commands.checks import check_structures, in_file
 from pmlip.config import FinetuneConfig
-from pmlip.structures import fingerprint, require_labels
+from pmlip.structures import fingerprint, in_file, require_labels
 
 SHIPPED = "silica-pbe"
 TUNING = "silica-pbe-tuning"  # parts of its training and validation data: quartz, and cristobalite as what is unseen
@@ -41,10 +40,12 @@ class SilicaSettings:
         own = [] if self.data in (SHIPPED, TUNING) else [self.data]
         return [*own, *([self.test_data] if self.test_data else []), *self.unseen]
 
+    @property
+    def keys(self) -> dict[str, str | None]:
+        return {name: getattr(self, name) for name in ("energy_key", "forces_key", "stress_key")}
+
     def read(self, given: str) -> list[Atoms]:
-        return datasets.read_set(
-            given, energy_key=self.energy_key, forces_key=self.forces_key, stress_key=self.stress_key
-        )
+        return datasets.read_set(given, **self.keys)
 
 
 def check_files(settings: SilicaSettings, backbone: Backbone) -> None:
@@ -55,7 +56,7 @@ def check_files(settings: SilicaSettings, backbone: Backbone) -> None:
         kinds = {atoms.get_chemical_formula(): index for index, atoms in reversed(list(enumerate(structures)))}
         with in_file(_file(given)):
             require_labels(structures, ("energy", "forces"))
-            check_structures(backbone, structures, sorted(kinds.values()))
+            backbone.check(structures, sorted(kinds.values()))
 
 
 def _file(given: str) -> Path:
@@ -93,8 +94,10 @@ class Splits:
 def splits(size: int, settings: SilicaSettings) -> Splits:
     """The structures of a cell; the same for all seeds, and a smaller training set is the beginning of a larger one."""
     wanted = max(8, round(settings.valid_share * size))
-    if settings.data in (SHIPPED, TUNING) and (settings.test_data or settings.unseen):
-        raise ValueError(f"{settings.data} has test and unseen sets of its own; give others together with other --data")
+    if settings.data in (SHIPPED, TUNING) and (settings.test_data or settings.unseen or any(settings.keys.values())):
+        raise ValueError(
+            f"{settings.data} has labels, test and unseen sets of its own; give others together with other --data"
+        )
     if settings.data == TUNING:
         train, valid = datasets.silica_pbe("train"), datasets.silica_pbe("valid")
         quartz = _of_polymorph(train, "quartz")

@@ -33,7 +33,7 @@ def run(
         _randomise(asked, structures)
     record: dict[str, Any] = {
         "backbone": backbone,
-        "fine_tuned": model is not None,
+        "fine_tuned": None if model is None else str(getattr(asked, "name", "p")),
         "structures": f"{len(structures)} of alpha-quartz",
         "samples": SAMPLES,
         "rotations": ROTATIONS,
@@ -41,7 +41,8 @@ def run(
         **rotation_errors(asked, structures),
         **environment(),
     }
-    write_json(out / f"{slug(backbone)}{'' if model is None else '-fine-tuned'}.json", record)
+    fine_tuned = "" if model is None else f"-fine-tuned-{record['fine_tuned']}"
+    write_json(out / f"{slug(backbone)}{fine_tuned}.json", record)
     errors = record["rotation_error"]
     console.print(
         f"{backbone}: root mean square error of turned forces {errors['samples']:.1e} eV/Å in a sample, "
@@ -61,15 +62,15 @@ def _randomise(model: Potential, structures: Sequence[Atoms]) -> None:
 
 def rotation_errors(model: Method, structures: Sequence[Atoms]) -> dict[str, Any]:
     """Root mean squares in eV/Å: the error of turned forces in samples and without noise, the spread, the forces."""
-    random = np.random.default_rng(SEED)
-    expected, point = model.sample(structures, samples=SAMPLES), model.predict(structures)
+    random, samples = np.random.default_rng(SEED), model.spread_samples(SAMPLES)
+    expected, point = model.sample(structures, samples=samples), model.predict(structures)
     squares: dict[str, list[float]] = {"samples": [], "without_noise": []}
     for _ in range(ROTATIONS):
         matrix = random_rotation(random)
         turned = [rotated(atoms, matrix) for atoms in structures]
         transposed = torch.from_numpy(matrix).to(point.forces).T
         pairs = {
-            "samples": (model.sample(turned, samples=SAMPLES).forces, expected.forces),
+            "samples": (model.sample(turned, samples=samples).forces, expected.forces),
             "without_noise": (model.predict(turned).forces, point.forces),
         }
         for name, (given, original) in pairs.items():
@@ -88,6 +89,6 @@ def markdown(records: Sequence[Mapping[str, Any]]) -> str:
         errors = record["rotation_error"]
         sizes = (errors["samples"], errors["without_noise"], record["spread"])
         cells = [*(f"{size:.1e} eV/Å" for size in sizes), f"{record['force']:.1f} eV/Å"]
-        fine_tuned = ", fine-tuned" if record.get("fine_tuned") else ""
+        fine_tuned = f", fine-tuned by {record['fine_tuned']}" if record.get("fine_tuned") else ""
         lines.append(f"| {record['backbone']}{fine_tuned} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -9,10 +9,11 @@ from rich.console import Console
 
 from pmlip import model
 from pmlip.calibration import LEVEL, calibrate
-from pmlip.commands.checks import check_new_file, check_structures, chosen_device, in_file
+from pmlip.commands.checks import check_new_file, chosen_device
 from pmlip.methods.base import Method
 from pmlip.progress import counter, progress_bar
 from pmlip.reading import read_structures
+from pmlip.structures import in_file
 
 
 def run(
@@ -34,7 +35,7 @@ def run(
     structures, found = read_structures(data, **keys)
     console.print(str(found))
     with in_file(data):
-        check_structures(loaded.backbone, structures, range(len(structures)))
+        loaded.backbone.check(structures, range(len(structures)))
     record = calibrate_and_say(
         loaded, structures, data=data.name, samples=samples, seed=seed, level=level, console=console
     )

@@ -1,24 +1,9 @@
 """What several commands check before they begin."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from ase import Atoms
-
-from pmlip.backbones import Backbone
-from pmlip.structures import StructureError
-
-
-def check_structures(backbone: Backbone, structures: Sequence[Atoms], indices: Sequence[int]) -> None:
-    """Find out now, not in an hour, whether the potential can take them all."""
-    for index in indices:
-        try:
-            backbone.graph([structures[index]])
-        except StructureError as error:
-            raise error.after(index) from None
 
 
 def chosen_device(given: str | None) -> str:
@@ -50,12 +35,3 @@ def chosen(available: int, count: int | None, seed: int, path: Path) -> list[int
     if count > available:
         raise ValueError(f"{count} structures were asked for, but {path} holds {available} to choose from")
     return sorted(np.random.default_rng([seed, 3]).permutation(available)[:count].tolist())
-
-
-@contextlib.contextmanager
-def in_file(path: Path) -> Iterator[None]:
-    """What is wrong with structures is told with the file they came from."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pmlip import model
-from pmlip.commands.checks import check_folder, check_structures, chosen, chosen_device, in_file
+from pmlip.commands.checks import check_folder, chosen, chosen_device
 from pmlip.evaluation import Evaluation, as_record, compare, evaluate
 from pmlip.files import write_json
 from pmlip.methods import Method
@@ -19,7 +19,7 @@ from pmlip.progress import counter, progress_bar
 from pmlip.reading import read_structures
 from pmlip.record import environment
 from pmlip.report import Judged, check_installed, write_report
-from pmlip.structures import fingerprint, require_labels
+from pmlip.structures import fingerprint, in_file, require_labels
 
 
 def run(
@@ -70,7 +70,7 @@ def run(
             loaded.spread_samples(samples)  # refuses what gives no spread
         for file in (data, *unseen):
             with in_file(file):
-                check_structures(loaded.backbone, structures[file], kept[file])
+                loaded.backbone.check(structures[file], kept[file])
             asked = [structures[file][i] for i in kept[file]]
             with progress_bar(console) as bar:
                 show = counter(bar, f"{names[given]} on {called[file]}", len(asked))

@@ -20,7 +20,7 @@ from pmlip import methods
 from pmlip.backbones import load_backbone
 from pmlip.chunks import FIXED_ATOMS
 from pmlip.commands.calibrate import calibrate_and_say
-from pmlip.commands.checks import check_structures, chosen, chosen_device, in_file
+from pmlip.commands.checks import chosen, chosen_device
 from pmlip.config import FinetuneConfig
 from pmlip.files import write_json
 from pmlip.methods.base import Method
@@ -28,7 +28,7 @@ from pmlip.progress import progress_bar, resumable
 from pmlip.reading import read_structures
 from pmlip.record import environment
 from pmlip.samples import STILL
-from pmlip.structures import check_labels, evenly, fingerprint, labels
+from pmlip.structures import check_labels, evenly, fingerprint, in_file, labels
 from pmlip.training import finetune, seconds_per_step
 
 FEWEST_FOR_CALIBRATION, MOST_FOR_CALIBRATION = 4, 64  # structures: below, one of them decides; above, it takes long
@@ -75,7 +75,7 @@ def run(
             everything = list(range(len(read)))
             kept, held = (chosen(len(read), count, config.seed, file), []) if file is train else ([], everything)
         with in_file(file):
-            check_structures(trained.backbone, read, [*kept, *held])
+            trained.backbone.check(read, [*kept, *held])
         structures += [read[i] for i in kept]
         held_out += [read[i] for i in held]
     if dry_run:

@@ -67,7 +67,11 @@ class Method(nn.Module, ABC):
         """The parameters that the backbone does not have; they start from nothing and learn faster."""
         return []
 
-    def rate_for_new(self, structures: Sequence[Atoms], error: float) -> float:
+    def responses(self, structures: Sequence[Atoms]) -> list[float]:
+        """How strongly forces respond to what the new parameters do, where that is asked for below."""
+        return []
+
+    def rate_for_new(self, responses: Sequence[float], error: float) -> float:
         """A learning rate for these; error: mean absolute error of the forces before fine-tuning, in eV/Å."""
         return 5e-4
 
@@ -76,7 +80,7 @@ class Method(nn.Module, ABC):
         """The spread to start with where none is asked for, as a share of the error."""
         return 0.0
 
-    def start_at_random(self, spread: float, structures: Sequence[Atoms], *, balance: float, seed: int) -> None:
+    def start_at_random(self, spread: float, responses: Sequence[float], *, balance: float, seed: int) -> None:
         """Before training: a random spread of the forces of this size, in eV/Å.
 
         balance: how far the layers where noise enters have the same part in it, from 0 to 1.
