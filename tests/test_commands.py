@@ -211,7 +211,7 @@ def wrong_files(folder):
         ),
         (
             ["half.extxyz"],
-            "half.extxyz: none of the structures carries forces; the names in it are: energy, pbe_energy",
+            "half.extxyz: none of the structures carries forces; the names in it are: energy, id, part",
         ),
         ([str(SILICA), "--valid", "half.extxyz"], "pbe_forces, displacement. If one of these is what is meant, say so"),
         (["nan.extxyz"], "nan.extxyz: structure 3 (O8Si4): its label 'forces' is NaN or infinite"),
