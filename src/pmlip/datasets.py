@@ -17,7 +17,7 @@ from ase.units import kcal, mol
 
 from pmlip.hints import did_you_mean
 from pmlip.reading import read_structures
-from pmlip.structures import labels, require_labels
+from pmlip.structures import in_file, labels, require_labels
 
 SILICA_PBE_PARTS = ("train", "valid", "test", "hot", "strained", "polymorph", "eos")
 UNSEEN_SILICA_PBE = ("hot", "strained", "polymorph")  # out of distribution
@@ -79,10 +79,8 @@ def _check_silica(structures: Sequence[Atoms], path: str | Path, *, unit: str, p
     for index, atoms in enumerate(structures):
         if set(atoms.symbols) != {"Si", "O"}:
             raise ValueError(f"{path}: structure {index} is {atoms.get_chemical_formula()}, not silica")
-    try:
+    with in_file(path):
         require_labels(structures, ("energy", "forces"))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
     energy = float(np.median(labels(structures).energy.numpy() / [len(atoms) for atoms in structures]))
     low, high = per_atom
     if not low < energy < high:

@@ -32,7 +32,7 @@ class StructureError(ValueError):
 
 
 @contextlib.contextmanager
-def in_file(path: Path) -> Iterator[None]:
+def in_file(path: str | Path) -> Iterator[None]:
     """What is wrong with structures is told with the file they came from."""
     try:
         yield
