@@ -26,6 +26,8 @@ def test_scores_are_those_of_the_samples(model):
     forces = result.scores["forces"]
     assert forces["mae"] == pytest.approx(float((drawn.mean.forces - target.forces).abs().mean()))
     assert forces["crps"] == pytest.approx(float(scores.fair_crps(drawn.forces, target.forces).mean()))
+    mean = model.sample_with_mean(data, samples=6, seed=3)[1].forces
+    assert forces["mae_expected"] == pytest.approx(float((mean - target.forces).abs().mean()))
     assert forces["mae_without_noise"] == pytest.approx(
         float((model.predict(data).forces - target.forces).abs().mean())
     )

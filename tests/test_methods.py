@@ -49,6 +49,24 @@ class TestEveryMethod:
         after = made.predict(data).forces - labels(data).forces
         assert float(after.abs().mean()) < 0.8 * float(before.abs().mean())
 
+    def test_the_mean_comes_with_the_same_samples(self, method, name):
+        made, data = method
+        count = made.fixed_samples or 6
+        drawn, mean = made.sample_with_mean(data[:3], samples=count, seed=2)
+        plain = made.sample(data[:3], samples=count, seed=2)
+        assert drawn.count == count
+        for output in plain:
+            torch.testing.assert_close(drawn[output], plain[output])
+            assert mean[output].shape == plain.mean[output].shape
+        if made.one_pass:  # a Gaussian is around what it predicts
+            torch.testing.assert_close(mean.forces, made.predict(data[:3]).forces)
+        elif name in ("p", "p-ensemble"):
+            assert not torch.allclose(mean.forces, plain.mean.forces)
+            truth = made.sample(data[:3], samples=3000, seed=9).mean.forces
+            assert (mean.forces - truth).norm() < (plain.mean.forces - truth).norm()
+        else:
+            torch.testing.assert_close(mean.forces, plain.mean.forces)
+
     def test_samples_repeat_for_a_seed_and_have_a_spread(self, method):
         made, data = method
         count = made.fixed_samples or 5

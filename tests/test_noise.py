@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pmlip.noise import Noise, draw, draw_for_training
+from pmlip.noise import Noise, counterweights, draw, draw_for_training
 
 KINDS = ("plain", "orthogonal", "antithetic")
 
@@ -88,3 +88,30 @@ def test_several_systems_need_the_index_of_their_rows():
     noise.force(torch.zeros(2, 4), {"node": torch.tensor([0, 1])})
     with pytest.raises(ValueError, match=r"each 'edge' row; given: node"):
         noise.shift(torch.zeros(3, 4), "edge")
+
+
+def test_with_counterweights_a_mean_has_nothing_of_what_is_linear_in_the_draws():
+    e = draw(5, 8, seed=1)
+    more, weights = counterweights(e)
+    slope = torch.arange(8.0, dtype=e.dtype)
+
+    def mean(function):
+        return function(e).mean() + (weights.to(e) * function(more)).sum()
+
+    torch.testing.assert_close(mean(lambda e: 3 + e @ slope), torch.tensor(3.0, dtype=e.dtype))
+    even = e.square().sum(-1)
+    torch.testing.assert_close(mean(lambda e: e.square().sum(-1)), even.mean())  # which says as much as before
+
+
+def test_with_counterweights_a_mean_is_right_on_average():
+    """Of a function with odd and even parts, none of them small."""
+    found, plain = [], []
+    for seed in range(2000):
+        e = draw(4, 3, seed=seed)
+        more, weights = counterweights(e)
+        x, extra = ((rows.sum(-1) / 3).exp() for rows in (e, more))
+        plain.append(float(x.mean()))
+        found.append(float(x.mean() + weights.to(extra) @ extra))
+    expected = np.exp(3 / 9 / 2)  # the mean of a log-normal law
+    assert np.mean(found) == pytest.approx(expected, abs=4 * np.std(found) / np.sqrt(2000))
+    assert np.std(found) < 0.6 * np.std(plain)

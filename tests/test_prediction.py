@@ -40,9 +40,9 @@ def test_every_structure_gets_mean_and_uncertainties(model, tmp_path):
     assert predict_file(model, tmp_path / "in.extxyz", tmp_path / "out.extxyz", **options) == 8
     assert seen == [(3, 8), (6, 8), (8, 8)]
     found = read(tmp_path / "out.extxyz", ":")
-    drawn = model.sample(structures, samples=4, seed=1)
-    np.testing.assert_allclose(np.concatenate([atoms.get_forces() for atoms in found]), drawn.mean.forces, atol=1e-7)
-    np.testing.assert_allclose([atoms.get_potential_energy() for atoms in found], drawn.mean.energy, atol=1e-9)
+    drawn, mean = model.sample_with_mean(structures, samples=4, seed=1)
+    np.testing.assert_allclose(np.concatenate([atoms.get_forces() for atoms in found]), mean.forces, atol=1e-7)
+    np.testing.assert_allclose([atoms.get_potential_energy() for atoms in found], mean.energy, atol=1e-9)
     np.testing.assert_allclose([atoms.info["energy_uncertainty"] for atoms in found], drawn.spread.energy, atol=1e-9)
     assert [atoms.info["name"] for atoms in found] == [f"w{index}" for index in range(8)]
     assert found[2].info["REF_energy"] == -1.5
@@ -53,7 +53,7 @@ def test_every_structure_gets_mean_and_uncertainties(model, tmp_path):
 def test_an_interrupted_run_goes_on_and_ends_the_same(model, tmp_path, monkeypatch, cut):
     write(tmp_path / "in.extxyz", water(8))
     predict_file(model, tmp_path / "in.extxyz", tmp_path / "whole.extxyz", samples=4)
-    asked, sample = [], model.sample
+    asked, sample = [], model.sample_with_mean
 
     def fails_the_third_time(structures, **options):
         asked.append(len(structures))
@@ -61,7 +61,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(model, tmp_path, monkeypat
             raise KeyboardInterrupt
         return sample(structures, **options)
 
-    monkeypatch.setattr(model, "sample", fails_the_third_time)
+    monkeypatch.setattr(model, "sample_with_mean", fails_the_third_time)
     with pytest.raises(KeyboardInterrupt):
         predict_file(model, tmp_path / "in.extxyz", tmp_path / "out.extxyz", samples=4)
     assert not (tmp_path / "out.extxyz").exists()

@@ -57,7 +57,8 @@ def drawn(*, error, name="data.extxyz", count=40, atoms=6, same=False):
         Outputs({"forces": torch.tensor(target)}, system),
     )
     squares = [(x**2).reshape(count, -1).mean(1) ** 0.5 for x in (samples.std(0, ddof=1), samples.mean(0) - target)]
-    return Judged("p-tiny", name, Evaluation(32, count, {}, 0.0, *squares, of_samples, of_samples.mean, of_labels))
+    mean = of_samples.mean
+    return Judged("p-tiny", name, Evaluation(32, count, {}, 0.0, *squares, of_samples, mean, mean, of_labels))
 
 
 @pytest.fixture(scope="module")

@@ -44,10 +44,10 @@ class PMLIPCalculator(Calculator):
     and in MACE's naming energy_var and stress_var, their squares. ensembles=True adds energy_ensemble (K,),
     forces_ensemble (K, atom, 3), stress_ensemble (K, 6), and forces_comm, the second once more.
 
-    point: "mean" of the samples, or "zero", the prediction without noise, for energy, forces and stress. The samples
-    are those of the seed at every call, so for perturbed models and ensembles the energy is as smooth a function of the
-    positions as the backbone's. Where noise belongs to rows or is added to the forces (BLIP, dropout, the Gaussians),
-    take "zero" for relaxation and MD.
+    point: "mean" over all noise, as the samples and two more passes tell it (`Method.sample_with_mean`), or "zero", the
+    prediction without noise, for energy, forces and stress. The samples are those of the seed at every call, so for
+    perturbed models and ensembles the energy is as smooth a function of the positions as the backbone's. Where noise
+    belongs to rows (BLIP, dropout), take "zero" for relaxation and MD.
     """
 
     implemented_properties: ClassVar[list[str]] = [
@@ -85,9 +85,12 @@ class PMLIPCalculator(Calculator):
         system_changes: Sequence[str] = all_changes,
     ) -> None:
         super().calculate(atoms, properties, system_changes)
-        drawn = self.model.sample(self.atoms, samples=self.samples, seed=self.seed)
+        if self.point == "mean":
+            drawn, chosen = self.model.sample_with_mean(self.atoms, samples=self.samples, seed=self.seed)
+        else:
+            drawn = self.model.sample(self.atoms, samples=self.samples, seed=self.seed)
+            chosen = self.model.predict(self.atoms)
         self.results = uncertainties(drawn, conformal=self.model.conformal)[0]
-        chosen = drawn.mean if self.point == "mean" else self.model.predict(self.atoms)
         self.results |= {
             "energy": float(chosen.energy[0]),
             "free_energy": float(chosen.energy[0]),

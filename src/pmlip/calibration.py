@@ -104,8 +104,10 @@ def calibrate(
     factor, energies, shift = 1.0, [], 0.0
     scored: list[tuple[float, float]] = []
     for round_of in range(ROUNDS):
-        drawn = model.sample(listed, samples=model.fixed_samples or samples, seed=seed, chunk_atoms=chunk_atoms)
-        energies.append(drawn.mean.energy.double() / drawn.atoms_per_system)
+        drawn, expected = model.sample_with_mean(
+            listed, samples=model.fixed_samples or samples, seed=seed, chunk_atoms=chunk_atoms
+        )
+        energies.append(expected.energy.double() / drawn.atoms_per_system)
         forces, mean, spread = drawn.forces.double(), drawn.mean.forces.double(), drawn.spread.forces.double()
         if not scored and not bool((spread > STILL).any()):
             raise ValueError("symmetry fixes all forces of these structures, so they do not tell how large a spread is")
@@ -128,7 +130,8 @@ def calibrate(
             part.backbone.shift_all(shift)
     moving = spread > STILL
     scores = (
-        (mean - target).abs()[moving] / torch.from_numpy(metrics.predictive_sigma(spread[moving], drawn.count))
+        (expected.forces.double() - target).abs()[moving]
+        / torch.from_numpy(metrics.predictive_sigma(spread[moving], drawn.count))
     ).numpy()
     system = drawn.system[:, None].expand_as(moving)[moving].numpy()
     (crps_before, ssr_before), (crps_after, ssr_after) = scored[0], scored[-1]

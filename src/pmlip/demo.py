@@ -98,7 +98,7 @@ def _table(judged: list[Judged]) -> Table:
         table.add_column(column, justify="right")
     for row in judged:
         forces = row.evaluation.scores["forces"]
-        sizes = [f"{1e3 * forces[name]:.0f}" for name in ("mae", "crps")]
+        sizes = [f"{1e3 * forces[name]:.0f}" for name in ("mae_expected", "crps")]
         ratios = [f"{forces[name]:.2f}" for name in ("ssr", "spearman_atom", "spearman_atom_of_force")]
         rise = "" if row is judged[0] else f"{compare(judged[0].evaluation, row.evaluation)['auroc_spread']:.2f}"
         table.add_row(row.data, *sizes, *ratios, rise)

@@ -27,6 +27,7 @@ class Evaluation:
     spread: np.ndarray  # (structure,) root mean square spread of the force components
     error: np.ndarray  # (structure,) root mean square error of the force components
     drawn: Samples = field(repr=False)
+    expected: Outputs = field(repr=False)  # the mean over all noise as far as it can be told
     point: Outputs = field(repr=False)  # the prediction without noise
     target: Outputs = field(repr=False)
     listed: Sequence[Atoms] = field(default=(), repr=False)  # the structures
@@ -39,12 +40,14 @@ class Evaluation:
         write_report(path, [Judged("model", "structures", self)], outside)
 
     def subset(self, samples: int) -> "Evaluation":
-        """The same with the first so many samples."""
-        return _judged(self.drawn.subset(samples), self.point, self.target, self.seconds, self.listed)
+        """The same with the first so many samples, of which nothing but their mean is known."""
+        drawn = self.drawn.subset(samples)
+        return _judged(drawn, drawn.mean, self.point, self.target, self.seconds, self.listed)
 
     def scaled(self, factor: float, *, energy: float | None = None) -> "Evaluation":
         """The same with the spread times this factor, about the mean; energy: a factor of its own for the energies."""
-        scaled = _judged(self.drawn.scaled(factor, energy=energy), self.point, self.target, self.seconds, self.listed)
+        drawn = self.drawn.scaled(factor, energy=energy)
+        scaled = _judged(drawn, self.expected, self.point, self.target, self.seconds, self.listed)
         for name, scored in scaled.scores.items():  # what is scaled about the mean of few samples has no fair score
             own = energy if name == "energy" and energy is not None else factor
             values, label = _entries(name, self.drawn, self.target)
@@ -61,7 +64,7 @@ def evaluate(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Scores of the sample mean, of the samples, and of the prediction without noise.
+    """Scores of the samples, of their mean, of the mean over all noise (`Method.sample_with_mean`), and without noise.
 
     Every score is over the entries whose label is there. With one sample there is no spread to score.
     """
@@ -71,23 +74,32 @@ def evaluate(
         raise ValueError("the structures carry no labels to compare with; Atoms.copy() leaves labels behind")
     count = model.fixed_samples or samples
     began = time.perf_counter()
-    drawn = model.sample(listed, samples=count, seed=seed, progress=progress)
+    drawn, expected = model.sample_with_mean(listed, samples=count, seed=seed, progress=progress)
     seconds = time.perf_counter() - began
-    return _judged(drawn, model.predict(listed), target, seconds, listed)
+    return _judged(drawn, expected, model.predict(listed), target, seconds, listed)
 
 
-def _judged(drawn: Samples, point: Outputs, target: Outputs, seconds: float, listed: Sequence[Atoms]) -> Evaluation:
+def _judged(
+    drawn: Samples,
+    expected: Outputs,
+    point: Outputs,
+    target: Outputs,
+    seconds: float,
+    listed: Sequence[Atoms],
+) -> Evaluation:
     result = {}
     for name in LABELS:
         if name in drawn and bool(target[name].isfinite().any()):
-            result[name] = _scores(name, drawn, point, target)
+            result[name] = _scores(name, drawn, expected, point, target)
     has_spread = drawn.count > 1 and drawn.trained
     squares = (drawn.mean.forces.double() - target.forces).square()
     variance = drawn.spread.forces.double().square() if has_spread else torch.zeros_like(squares)
     error, spread = (
         mean_per_system(values, drawn.system, drawn.systems).sqrt().numpy() for values in (squares, variance)
     )
-    return Evaluation(drawn.count, drawn.systems, result, seconds, spread, error, drawn, point, target, listed)
+    return Evaluation(
+        drawn.count, drawn.systems, result, seconds, spread, error, drawn, expected, point, target, listed
+    )
 
 
 def _entries(name: str, values: Outputs | Samples, target: Outputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,13 +108,17 @@ def _entries(name: str, values: Outputs | Samples, target: Outputs) -> tuple[tor
     return values[name].double() / unit, target[name].double() / unit
 
 
-def _scores(name: str, drawn: Samples, point: Outputs, target: Outputs) -> dict[str, float]:
+def _scores(name: str, drawn: Samples, expected: Outputs, point: Outputs, target: Outputs) -> dict[str, float]:
     values, label = _entries(name, drawn, target)
-    mean, zero = values.mean(0), _entries(name, point, target)[0]
+    mean = values.mean(0)
     present = label.isfinite() & mean.isfinite()
+    others = {"expected": expected, "without_noise": point}
     result = {
         "mae": float((mean - label)[present].abs().mean()),
-        "mae_without_noise": float((zero - label)[present].abs().mean()),
+        **{
+            f"mae_{title}": float((_entries(name, answer, target)[0] - label)[present].abs().mean())
+            for title, answer in others.items()
+        },
         "rmse": float((mean - label)[present].square().mean().sqrt()),
         "crps": float(scores.fair_crps(values[:, present], label[present]).mean()),
     }

@@ -236,6 +236,9 @@ class Potential(Perturbed, Method):
         draws = self.draw(USUAL_SAMPLES if samples is None else samples, seed=seed, kind=kind)
         return self._samples(structures, draws, chunk_atoms, progress)
 
+    def counterweights(self, draws: Tensor) -> tuple[Tensor, Tensor]:
+        return noise.counterweights(draws)
+
     def fold(self, *, sample: int, seed: int = 0, kind: str = "plain") -> Backbone:
         """Sample number `sample` as an ordinary backbone: its own calculator, its own file format."""
         folded = super().fold(sample=sample, seed=seed, kind=kind)

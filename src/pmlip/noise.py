@@ -41,6 +41,17 @@ def draw_for_training(samples: int, systems: int, dim: int, *, generator: torch.
     return torch.randn(samples, systems, dim, generator=generator)
 
 
+def counterweights(draws: Tensor) -> tuple[Tensor, Tensor]:
+    """Two more draws c and -c, where c is the mean of these, and the weights -1/2 and 1/2.
+
+        mean_k f(e_k) - (f(c) - f(-c)) / 2
+
+    is an unbiased estimate of the mean of f(e), since c and -c are equally likely. What is linear in e cancels.
+    """
+    centre = draws.mean(0)
+    return torch.stack([centre, -centre]), torch.tensor([-0.5, 0.5])
+
+
 def _plain(samples: int, dim: int, seed: int) -> np.ndarray:
     return np.stack([np.random.default_rng((seed, k)).standard_normal(dim) for k in range(samples)])
 

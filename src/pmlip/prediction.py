@@ -51,10 +51,10 @@ def predict_file(
         _check_same(last, partial, source)
     while batch := list(itertools.islice(structures, BATCH)):
         try:
-            drawn = model.sample(as_structures(batch), samples=count, seed=seed)
+            drawn, mean = model.sample_with_mean(as_structures(batch), samples=count, seed=seed)
         except StructureError as error:
             raise ValueError(f"{source}: {error.after(done)}") from error
-        mean, found = drawn.mean, uncertainties(drawn, conformal=model.conformal)
+        found = uncertainties(drawn, conformal=model.conformal)
         with partial.open("a") as file:
             for index, (atoms, own) in enumerate(zip(batch, found, strict=True)):
                 own |= {"energy": float(mean.energy[index]), "forces": mean.forces[drawn.system == index].numpy()}

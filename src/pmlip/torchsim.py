@@ -21,7 +21,7 @@ except ImportError as error:
 
 
 class TorchSimModel(ModelInterface):
-    """The mean of K samples for many systems at once, and energy_uncertainty (system,), forces_uncertainty (atom, 3).
+    """The mean over all noise for many systems at once, and energy_uncertainty (system,), forces_uncertainty (atom, 3).
 
     The samples are those of the seed at every step, so that for perturbed models and ensembles the energy is as smooth
     a function of the positions as the backbone's.
@@ -36,8 +36,8 @@ class TorchSimModel(ModelInterface):
 
     def forward(self, state: Any, **_: Any) -> dict[str, Tensor]:
         given = state if isinstance(state, SimState) else SimState(**state)
-        drawn = self.model.sample(state_to_atoms(given), samples=self.samples, seed=self.seed)
-        mean, spread = drawn.mean, drawn.spread
+        drawn, mean = self.model.sample_with_mean(state_to_atoms(given), samples=self.samples, seed=self.seed)
+        spread = drawn.spread
         outputs = {
             "energy": mean.energy,
             "forces": mean.forces,

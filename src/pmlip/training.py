@@ -241,9 +241,9 @@ class _Run:
         labelled = [atoms for atoms in self.train if bool(labels([atoms]).energy.isfinite())]
         some = evenly(labelled, STRUCTURES_FOR_OFFSETS)
         count = self.model.fixed_samples or SAMPLES_FOR_OFFSETS
-        drawn = self.model.sample(some, samples=count, seed=SEED_OF_FIT, chunk_atoms=FIXED_ATOMS)
+        _, mean = self.model.sample_with_mean(some, samples=count, seed=SEED_OF_FIT, chunk_atoms=FIXED_ATOMS)
         # one number for all elements: of a rare one these structures tell too little
-        moved = float(((labels(some).energy - drawn.mean.energy.double()) / drawn.atoms_per_system).mean())
+        moved = float(((labels(some).energy - mean.energy.double()) / mean.atoms_per_system).mean())
         self.model.backbone.shift_all(moved)
         self.offsets = {number: offset + moved for number, offset in self.offsets.items()}
         return True

@@ -169,7 +169,7 @@ def work(cell: Cell, *, settings: SilicaSettings, folder: Path, device: str = "c
         "training": training,
         "prediction": {
             "seconds": round(inside.seconds, 1),
-            "passes": (1 if model.one_pass else inside.samples) * inside.structures,
+            "passes": model.passes(inside.samples) * inside.structures,
         },
     }
     has_spread = bool(inside.spread.any())
@@ -252,9 +252,11 @@ def _flat(evaluation: Evaluation) -> dict[str, float]:
     forces, energy = evaluation.scores["forces"], evaluation.scores["energy"]
     wanted = {
         "force_mae": forces["mae"],
+        "force_mae_expected": forces["mae_expected"],
         "force_mae_without_noise": forces["mae_without_noise"],
         "force_crps": forces["crps"],
         "energy_mae": energy["mae"],
+        "energy_mae_expected": energy["mae_expected"],
         "energy_mae_without_noise": energy["mae_without_noise"],
         "energy_crps": energy["crps"],
     }

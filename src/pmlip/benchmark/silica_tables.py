@@ -16,6 +16,7 @@ METHODS = [*TRIVIAL, "ensemble", "mc-dropout", "blip", "blip+published", "p", "p
 Forms = Mapping[str, tuple[str, float, int]]  # name -> title, scale and digits
 COLUMNS: Forms = {
     "force_mae": ("F-MAE", 1e3, 1),
+    "force_mae_expected": ("expected", 1e3, 1),
     "force_mae_without_noise": ("z = 0", 1e3, 1),
     "force_crps": ("F-CRPS", 1e3, 1),
     "ssr": ("SSR", 1, 2),
@@ -23,6 +24,7 @@ COLUMNS: Forms = {
     "directions": ("directions", 1, 1),
     "spearman": ("Spearman", 1, 2),
     "energy_mae": ("E-MAE", 1e3, 2),
+    "energy_mae_expected": ("expected", 1e3, 2),
     "energy_crps": ("E-CRPS", 1e3, 2),
     "energy_ssr": ("E-SSR", 1, 2),
 }

@@ -139,7 +139,7 @@ def _table(name: str, result: Evaluation) -> Table:
     units = {"energy": ("energy, meV/atom", 1e3), "forces": ("forces, meV/Å", 1e3), "stress": ("stress, GPa", 1 / GPa)}
     for output, values in result.scores.items():
         title, unit = units[output]
-        scaled = [values.get(key) for key in ("mae", "mae_without_noise", "crps", "spread", "rmse")]
+        scaled = [values.get(key) for key in ("mae_expected", "mae_without_noise", "crps", "spread", "rmse")]
         cells = ["" if value is None else f"{unit * value:.3g}" for value in scaled]
         ratios = [f"{values[key]:.2f}" if key in values else "" for key in ("ssr", "coverage_95")]
         table.add_row(title, *cells, *ratios)

@@ -153,14 +153,49 @@ class Method(nn.Module, ABC):
         chunk_atoms: how many atoms (times samples) to put through one pass; found by trial when it is not given.
         progress(done, all) is told how many structures are done.
         """
-        count = (self.fixed_samples or USUAL_SAMPLES) if samples is None else samples
-        return self._samples(structures, self.draw(count, seed=seed), chunk_atoms, progress)
+        return self._samples(structures, self.draw(self._count(samples), seed=seed), chunk_atoms, progress)
+
+    def sample_with_mean(
+        self,
+        structures: Atoms | Iterable[Atoms],
+        *,
+        samples: int | None = None,
+        seed: int = 0,
+        chunk_atoms: int | None = None,
+        progress: Progress | None = None,
+    ) -> tuple[Samples, Outputs]:
+        """What `sample` gives, and the mean over all noise as far as it can be told: the best single answer.
+
+        The mean of K samples is off by spread / sqrt(K), most of that because their draws do not average to zero.
+        Where a sample is a function of its draw, two more passes take that part away. On average the result is the
+        mean over all noise, and it is as smooth a function of the positions as a sample is.
+        """
+        draws = self.draw(count := self._count(samples), seed=seed)
+        more, weights = self.counterweights(draws)
+        outputs = self._samples(structures, torch.cat([draws, more]), chunk_atoms, progress)
+        drawn = outputs.subset(count)
+        corrected = {
+            name: mean + torch.tensordot(weights.to(mean), outputs[name][count:], 1)
+            for name, mean in drawn.mean.items()
+        }
+        return drawn, Outputs(corrected, drawn.system)
+
+    def counterweights(self, draws: Tensor) -> tuple[Tensor, Tensor]:
+        """More draws, and the weights with which their samples are added to the mean of those of `draws`."""
+        return draws[:0], torch.zeros(0)
+
+    def passes(self, samples: int) -> int:
+        """Of a structure through the network, for so many samples and their mean."""
+        return 1 if self.one_pass else samples + len(self.counterweights(self.draw(samples))[0])
 
     def predict(self, structures: Atoms | Iterable[Atoms], *, chunk_atoms: int | None = None) -> Outputs:
         """The prediction without noise: one pass, no spread."""
         listed = as_structures(structures)
         outputs = self._run(listed, None, chunk_atoms)
         return Outputs({name: value[0] for name, value in outputs.items()}, system_index(listed))
+
+    def _count(self, samples: int | None) -> int:
+        return (self.fixed_samples or USUAL_SAMPLES) if samples is None else samples
 
     def _samples(
         self, structures: Atoms | Iterable[Atoms], draws: Tensor, chunk_atoms: int | None, progress: Progress | None

@@ -42,6 +42,14 @@ class PEnsemble(Ensemble):
         drawn = noise.draw(samples, self.noise_dim, seed=seed)
         return torch.cat([(torch.arange(samples) % len(self.members))[:, None].to(drawn), drawn], 1)
 
+    def counterweights(self, draws: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of each member, by its share of the draws."""
+        own = [draws[draws[:, 0] == number] for number in range(len(self.members))]
+        found = [(noise.counterweights(rows[:, 1:]), rows) for rows in own if len(rows)]
+        more = [torch.cat([rows[:1, :1].expand(2, 1), extra], 1) for (extra, _), rows in found]
+        weights = [len(rows) / len(draws) * weight for (_, weight), rows in found]
+        return torch.cat(more), torch.cat(weights)
+
     def forward(self, graph: Graph, draws: Tensor | None) -> dict[str, Tensor]:
         """The samples of the members; without draws, the mean of their predictions without noise."""
         if draws is None:

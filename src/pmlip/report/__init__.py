@@ -82,7 +82,7 @@ def _figures(inside: Sequence[Judged], unseen: Sequence[Judged]) -> dict[str, st
         "ranks": plots.ranks(metrics.rank_histogram(first.samples[:, first.moving], first.target[first.moving])),
         "sparsification": plots.sparsification(pairs, first.atom_force),
         "parity": plots.parity(
-            first.target.ravel(), first.mean.ravel(), first.spread.ravel(), unit="eV/Å", title="Forces"
+            first.target.ravel(), first.expected.ravel(), first.spread.ravel(), unit="eV/Å", title="Forces"
         ),
     }
     if "energy" in evaluation.scores:
@@ -90,7 +90,7 @@ def _figures(inside: Sequence[Judged], unseen: Sequence[Judged]) -> dict[str, st
         target = (evaluation.target.energy / atoms).numpy()
         drawn = (evaluation.drawn.energy.double() / atoms).numpy()
         here = np.isfinite(target)
-        mean = drawn.mean(0)[here]
+        mean = (evaluation.expected.energy.double() / atoms).numpy()[here]
         made["energy"] = plots.parity(
             1e3 * (target[here] - target[here].mean()),
             1e3 * (mean - mean.mean()),

@@ -60,7 +60,7 @@ def _promise(judged: Judged, calibration: Mapping[str, Any]) -> list[tuple[str, 
         return []
     forces = judged.forces
     sigma = metrics.predictive_sigma(forces.spread, len(forces.samples))
-    held = (np.abs(forces.mean - forces.target) <= factor * sigma) | ~forces.moving
+    held = (np.abs(forces.expected - forces.target) <= factor * sigma) | ~forces.moving
     inside, data = float(held.mean()), calibration.get("data", "validation data")
     text = (
         f"The interval of its calibration on {data}, mean ± {factor:.2f} sigma, holds "
@@ -73,10 +73,10 @@ def _promise(judged: Judged, calibration: Mapping[str, Any]) -> list[tuple[str, 
 def _constant(judged: Judged) -> list[tuple[str, str]]:
     """A constant in the energies is no fault of a potential, but of its references."""
     energy = judged.evaluation.scores.get("energy")
-    if energy is None or energy["mae"] < OFFSET:
+    if energy is None or energy["mae_expected"] < OFFSET:
         return []
     question = "were energies per element fitted to these data, as pmlip finetune does?"
-    return [("bad", f"Energies are off by {energy['mae']:.2f} eV/atom: {question}")]
+    return [("bad", f"Energies are off by {energy['mae_expected']:.2f} eV/atom: {question}")]
 
 
 def _worth(judged: Judged) -> list[tuple[str, str]]:
