@@ -28,7 +28,7 @@ class Method(nn.Module, ABC):
     backbone: Backbone
     trains_on_samples = False  # whether its loss is of K samples, where a draw of zeros is no noise; otherwise of one
     fixed_samples: int | None = None  # how many samples there are, where that is not free
-    one_pass = False  # whether one pass through the network gives all samples of a structure
+    one_pass = False  # whether one pass through the network gives all samples of a structure, and their mean
     origin: checkpoint.Origin  # the backbone it was made from
     record: dict[str, Any]  # how it was trained and calibrated, for its file
 
@@ -170,9 +170,13 @@ class Method(nn.Module, ABC):
         Where a sample is a function of its draw, two more passes take that part away. On average the result is the
         mean over all noise, and it is as smooth a function of the positions as a sample is.
         """
+        listed = as_structures(structures)
+        if self.one_pass:
+            drawn = self.sample(listed, samples=samples, seed=seed, chunk_atoms=chunk_atoms, progress=progress)
+            return drawn, self.predict(listed, chunk_atoms=chunk_atoms)
         draws = self.draw(count := self._count(samples), seed=seed)
         more, weights = self.counterweights(draws)
-        outputs = self._samples(structures, torch.cat([draws, more]), chunk_atoms, progress)
+        outputs = self._samples(listed, torch.cat([draws, more]), chunk_atoms, progress)
         drawn = outputs.subset(count)
         corrected = {
             name: mean + torch.tensordot(weights.to(mean), outputs[name][count:], 1)

@@ -1,6 +1,6 @@
 """A normal distribution around a deterministic potential: trained as that, its widths fitted on validation data."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -10,9 +10,8 @@ from scipy.special import erf
 from torch import Tensor
 
 from pmlip.backbones.base import Backbone, Graph
-from pmlip.methods.base import Progress, WrappedMethod, each_sample
-from pmlip.samples import Outputs, Samples
-from pmlip.structures import LABELS, as_structures, labels
+from pmlip.methods.base import WrappedMethod, each_sample
+from pmlip.structures import LABELS, labels
 
 
 class Gaussian(WrappedMethod):
@@ -54,20 +53,6 @@ class Gaussian(WrappedMethod):
             return moved
 
         return each_sample(run, draws)
-
-    def sample_with_mean(
-        self,
-        structures: Atoms | Iterable[Atoms],
-        *,
-        samples: int | None = None,
-        seed: int = 0,
-        chunk_atoms: int | None = None,
-        progress: Progress | None = None,
-    ) -> tuple[Samples, Outputs]:
-        """The mean is known: it is the prediction without noise."""
-        listed = as_structures(structures)
-        drawn = self.sample(listed, samples=samples, seed=seed, chunk_atoms=chunk_atoms, progress=progress)
-        return drawn, self.predict(listed, chunk_atoms=chunk_atoms)
 
     def _units(self, graph: Graph, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         atoms = torch.bincount(graph.rows["node"], minlength=graph.systems)
