@@ -15,7 +15,7 @@ from pmlip import checkpoint, methods, noise, parabola, response
 from pmlip.backbones.base import Backbone, Graph
 from pmlip.hints import first_reason
 from pmlip.injection import Site, Sites, find_sites, inject, noisy_layers, vanish_with_input
-from pmlip.methods.base import USUAL_SAMPLES, Method, Progress
+from pmlip.methods.base import Method, Progress
 from pmlip.samples import Samples
 
 
@@ -233,7 +233,7 @@ class Potential(Perturbed, Method):
         chunk_atoms: how many atoms (times samples) to put through one pass; found by trial when it is not given.
         progress(done, all) is told how many structures are done.
         """
-        draws = self.draw(USUAL_SAMPLES if samples is None else samples, seed=seed, kind=kind)
+        draws = self.draw(self._count(samples), seed=seed, kind=kind)
         return self._samples(structures, draws, chunk_atoms, progress)
 
     def counterweights(self, draws: Tensor) -> tuple[Tensor, Tensor]:
