@@ -33,7 +33,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 .venv-%/installed: pyproject.toml constraints-%.txt
 	$(PYTHON) -m venv .venv-$*
-	.venv-$*/bin/pip install --quiet --constraint constraints-$*.txt --editable '.[$*,dev]'
+	.venv-$*/bin/pip install --quiet --constraint constraints-$*.txt --editable '.[$*,report,dev]'
 	touch $@
 
 clean:
