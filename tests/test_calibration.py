@@ -9,6 +9,7 @@ from conftest import randomise_noise
 from pmlip import methods
 from pmlip.calibration import best_factor, calibrate, conformal_factor
 from pmlip.config import FinetuneConfig
+from pmlip.scores import fair_crps
 from pmlip.training import finetune
 from tiny import tiny_backbone
 
@@ -79,6 +80,40 @@ def test_calibration_finds_the_noise_that_made_the_labels(factor, tmp_path):
     torch.testing.assert_close(again.sample(structures[0], samples=3).forces, expected)
     atoms = structures[0].copy()
     np.testing.assert_allclose(model.member(2).calculator().get_forces(atoms), expected[2], atol=1e-9)
+
+
+@pytest.mark.parametrize("times", [2, 4, 8])
+def test_a_factor_that_makes_it_worse_is_not_kept(times):
+    """Where the response is curved a wide spread has another mean, so that errors much larger than the spread ask for
+    more and more of it."""
+    model = pmlip.perturb(tiny_backbone(seed=1), noise_dim=8)
+    model.randomise(0.1, seed=1)
+    structures, random = labelled_by_its_own_samples(model, 16), np.random.default_rng(0)
+    drawn = model.sample(structures, samples=16)
+    width = times * float(drawn.spread.forces.square().mean().sqrt())
+    for index, atoms in enumerate(structures):
+        mean = drawn.mean.forces[drawn.system == index].numpy()
+        atoms.calc.results["forces"] = mean + width * random.normal(size=mean.shape)
+    found = calibrate(model, structures)
+    assert found.factor > 1
+    assert found.crps[1] < found.crps[0]
+    # the model is what was found, not what was tried last
+    scored = fair_crps(model.sample(structures, samples=16).forces.double(), pmlip.labels(structures).forces).mean()
+    assert float(scored) == pytest.approx(found.crps[1])
+
+
+def test_a_calibration_that_is_refused_leaves_the_last_one():
+    model = randomise_noise(pmlip.perturb(tiny_backbone()), scale=0.1)
+    structures = labelled_by_its_own_samples(model, 25)
+    calibrate(model, structures, level=0.9)
+    record = model.record["calibration"]
+    with pytest.raises(ValueError, match="at least 3 samples are needed, got samples=2"):
+        calibrate(model, structures, samples=2)
+    crystal = Atoms("Cu", cell=[2.5, 2.5, 2.5], pbc=True)
+    crystal.calc = SinglePointCalculator(crystal, energy=-3.0, forces=np.zeros((1, 3)))
+    with pytest.raises(ValueError, match="symmetry fixes all forces"):
+        calibrate(model, [crystal])
+    assert model.record["calibration"] == record
 
 
 def test_the_record_of_a_calibration_goes_when_the_spread_changes():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pmlip import metrics
 from pmlip.methods.base import Method, Progress
-from pmlip.samples import STILL
+from pmlip.samples import STILL, Outputs, Samples
 from pmlip.scores import fair_crps
 from pmlip.structures import as_structures, labels, require_labels
 
@@ -44,8 +44,7 @@ def best_factor(samples: Tensor, target: Tensor) -> float:
     law the square of the factor about the true mean is (1 - 1/K)(1 - 2/K) f^2 - 1/K, which is what is returned.
     """
     count = len(samples)
-    if count < 3:
-        raise ValueError(f"to fit a factor, at least 3 samples are needed, got samples={count}")
+    _check_count(count)
     mean = samples.mean(0)
     around = samples - mean
 
@@ -72,9 +71,38 @@ def conformal_factor(scores: np.ndarray, system: np.ndarray, *, level: float = L
     return float(scores[order[position]]) if position < len(scores) else None
 
 
+def _check_count(samples: int) -> None:
+    if samples < 3:
+        raise ValueError(f"to fit a factor, at least 3 samples are needed, got samples={samples}")
+
+
 def _check_level(level: float) -> None:
     if not 0 < level < 1:
         raise ValueError(f"the level of an interval lies between 0 and 1, got {level}")
+
+
+@dataclass(frozen=True)
+class _Round:
+    """What the noise scaled by a factor gives."""
+
+    factor: float
+    crps: float
+    ssr: float
+    energy: Tensor  # (structure,) of the mean over all noise, eV per atom
+    forces: Tensor  # of the mean over all noise
+    spread: Tensor  # of the forces
+
+    @classmethod
+    def of(cls, factor: float, drawn: Samples, expected: Outputs, target: Tensor) -> "_Round":
+        mean, spread = drawn.mean.forces.double(), drawn.spread.forces.double()
+        return cls(
+            factor,
+            float(fair_crps(drawn.forces.double(), target).mean()),
+            metrics.spread_skill_ratio(mean, spread, target, drawn.count),
+            expected.energy.double() / drawn.atoms_per_system,
+            expected.forces.double(),
+            spread,
+        )
 
 
 def calibrate(
@@ -90,59 +118,55 @@ def calibrate(
     """Scale the spread of a model in place, by the factor with the smallest CRPS of the forces of these structures.
 
     The factor acts on the noise (or on the width of a Gaussian), so that samples stay potentials, with one factor for
-    energies, forces and stress. Since the response to noise is not quite linear, it is fitted again after each change,
-    and a constant in the energies is moved so that their mean stays where it was, unless the model was trained
-    without such offsets.
+    energies, forces and stress. Since the response to noise is not quite linear, it is fitted again after each change;
+    what is kept is the best of the factors tried. A constant in the energies is moved so that their mean stays where it
+    was, unless the model was trained without such offsets.
     chunk_atoms: as in `Method.sample`.
     """
     listed = as_structures(valid)
-    model.check_spread()
+    count = model.spread_samples(samples)
+    _check_count(count)
     _check_level(level)
     require_labels(listed, ["forces"])
     model.scale_spread(1.0)  # refuses now what cannot be scaled
     target = labels(listed).forces
-    factor, energies, shift = 1.0, [], 0.0
-    scored: list[tuple[float, float]] = []
-    for round_of in range(ROUNDS):
-        drawn, expected = model.sample_with_mean(
-            listed, samples=model.fixed_samples or samples, seed=seed, chunk_atoms=chunk_atoms
-        )
-        energies.append(expected.energy.double() / drawn.atoms_per_system)
-        forces, mean, spread = drawn.forces.double(), drawn.mean.forces.double(), drawn.spread.forces.double()
-        if not scored and not bool((spread > STILL).any()):
+    rounds: list[_Round] = []
+    factor, step = 1.0, 1.0
+    for number in range(ROUNDS):
+        drawn, expected = model.sample_with_mean(listed, samples=count, seed=seed, chunk_atoms=chunk_atoms)
+        if not rounds and not bool((drawn.spread.forces > STILL).any()):
             raise ValueError("symmetry fixes all forces of these structures, so they do not tell how large a spread is")
-        scored.append(
-            (
-                float(fair_crps(forces, target).mean()),
-                metrics.spread_skill_ratio(mean, spread, target, drawn.count),
-            )
-        )
+        rounds.append(_Round.of(factor, drawn, expected, target))
         if progress:
-            progress(round_of + 1, ROUNDS)
-        step = max(best_factor(forces, target), SMALLEST / factor)
-        if abs(step - 1) < CLOSE or round_of == ROUNDS - 1:
+            progress(number + 1, ROUNDS)
+        best = min(rounds, key=lambda one: one.crps)
+        if best is rounds[-1]:
+            step = max(best_factor(drawn.forces.double(), target), SMALLEST / factor)
+        else:  # that was too far: where the response is curved, a wide spread has a bad mean
+            step = math.sqrt(step)
+        last = number == ROUNDS - 1 or abs(step - 1) < CLOSE
+        change = best.factor * (1.0 if last else step) / factor
+        model.scale_spread(change)
+        factor *= change
+        if last:
             break
-        model.scale_spread(step)
-        factor *= step
+    shift = 0.0
     if model.calibrated_at_end and model.record.get("config", {}).get("offsets", True):
-        shift = float((energies[0] - energies[-1]).mean())
+        shift = float((rounds[0].energy - best.energy).mean())
         for part in model.parts():
             part.backbone.shift_all(shift)
-    moving = spread > STILL
-    scores = (
-        (expected.forces.double() - target).abs()[moving]
-        / torch.from_numpy(metrics.predictive_sigma(spread[moving], drawn.count))
-    ).numpy()
+    moving = best.spread > STILL
+    sigma = torch.from_numpy(metrics.predictive_sigma(best.spread[moving], count))
+    scores = ((best.forces - target).abs()[moving] / sigma).numpy()
     system = drawn.system[:, None].expand_as(moving)[moving].numpy()
-    (crps_before, ssr_before), (crps_after, ssr_after) = scored[0], scored[-1]
     result = Calibration(
-        factor,
-        (crps_before, crps_after),
-        (ssr_before, ssr_after),
+        best.factor,
+        (rounds[0].crps, best.crps),
+        (rounds[0].ssr, best.ssr),
         level,
         conformal_factor(scores, system, level=level),
         len(listed),
-        drawn.count,
+        count,
         seed,
         shift,
     )

@@ -251,10 +251,9 @@ class Potential(Perturbed, Method):
         return self.fold(sample=number, seed=seed)
 
     @torch.no_grad()
-    def scale_spread(self, factor: float) -> None:
+    def _scale_spread(self, factor: float) -> None:
         """Scale W_z, so that each sample stays a potential; the spread follows as far as the response is linear."""
         self.noise.mixing.mul_(factor)
-        self.record.pop("calibration", None)  # its intervals were for the spread as it was
 
 
 @overload

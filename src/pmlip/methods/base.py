@@ -122,6 +122,11 @@ class Method(nn.Module, ABC):
 
     def scale_spread(self, factor: float) -> None:
         """Make the spread larger or smaller by about this factor; the prediction without noise stays as it is."""
+        self._scale_spread(factor)
+        if factor != 1:
+            self.record.pop("calibration", None)  # its intervals were for the spread as it was
+
+    def _scale_spread(self, factor: float) -> None:
         raise ValueError(f"the spread of {type(self).__name__} cannot be scaled after training")
 
     def check_spread(self) -> None:

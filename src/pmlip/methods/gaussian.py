@@ -29,9 +29,8 @@ class Gaussian(WrappedMethod):
     def trained(self) -> bool:
         return bool(self.widths.any())
 
-    def scale_spread(self, factor: float) -> None:
+    def _scale_spread(self, factor: float) -> None:
         self.widths *= factor
-        self.record.pop("calibration", None)
 
     def force_units(self, graph: Graph, forces: Tensor) -> Tensor:
         """What the width of each force component is a multiple of, (atom, 1)."""

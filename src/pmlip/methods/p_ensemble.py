@@ -32,11 +32,10 @@ class PEnsemble(Ensemble):
     def member(self, number: int, *, seed: int = 0) -> Backbone:
         return self.parts()[number % len(self.members)].member(number, seed=seed)
 
-    def scale_spread(self, factor: float) -> None:
+    def _scale_spread(self, factor: float) -> None:
         """That of every member; what they differ in stays."""
         for part in self.parts():
             part.scale_spread(factor)
-        self.record.pop("calibration", None)
 
     def draw(self, samples: int, *, seed: int = 0) -> Tensor:
         drawn = noise.draw(samples, self.noise_dim, seed=seed)
