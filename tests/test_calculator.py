@@ -15,7 +15,8 @@ from ase.optimize import BFGS, FIRE
 import pmlip
 from conftest import randomise_noise
 from pmlip import methods
-from pmlip.calculator import PER_ATOM, PER_STRUCTURE, PMLIPCalculator, Recorder
+from pmlip.calculator import PMLIPCalculator, Recorder
+from pmlip.reading import PER_ATOM, PER_STRUCTURE
 from pmlip.structures import fingerprint
 from tiny import tiny_backbone
 
@@ -125,6 +126,28 @@ def test_ensembles_have_members_and_row_noise_has_none():
         blip.calc.members()
 
 
+def test_an_interval_is_given_only_where_its_promise_holds(model):
+    model.record["calibration"] = {"conformal": 2.5, "samples": 5}
+
+    def names(**options):
+        atoms = water(model, **options)
+        return (atoms.get_forces(), atoms.calc.results)[1]
+
+    assert "forces_interval" in names()
+    assert "forces_interval" not in names(samples=4)
+    assert "forces_interval" not in names(point="zero")
+
+
+def test_the_uncertainties_of_another_model_do_not_stay(model):
+    model.record["calibration"] = {"conformal": 2.5}
+    atoms = water(model)
+    annotated = atoms.calc.annotate(atoms)
+    assert "forces_interval" in annotated.arrays
+    del model.record["calibration"]
+    annotated.calc = PMLIPCalculator(model, samples=5)
+    assert "forces_interval" not in annotated.calc.annotate(annotated).arrays
+
+
 @pytest.mark.parametrize("form", ["extxyz", "traj", "db"])
 def test_uncertainties_survive_the_file(model, tmp_path, form):
     model.record["calibration"] = {"conformal": 2.5}
@@ -156,9 +179,9 @@ def test_an_annotated_structure_is_labelled_and_a_copy(model, tmp_path):
     carrier = atoms.calc.annotate(atoms)
     assert "atom_uncertainty" not in atoms.arrays
     write(tmp_path / "one.extxyz", carrier)
-    structures, found = pmlip.read_structures(tmp_path / "one.extxyz")
-    np.testing.assert_allclose(pmlip.labels(structures).forces, atoms.get_forces(), atol=1e-7)
-    assert set(found.labels) == {"energy", "forces"}
+    read_back = read(tmp_path / "one.extxyz")
+    np.testing.assert_allclose(pmlip.labels(read_back).forces, atoms.get_forces(), atol=1e-7)
+    assert {"energy", "forces"} <= read_back.calc.results.keys()
 
 
 @pytest.mark.parametrize(

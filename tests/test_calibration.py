@@ -120,12 +120,13 @@ def test_the_record_of_a_calibration_goes_when_the_spread_changes():
     model = randomise_noise(pmlip.perturb(tiny_backbone()), scale=0.1)
     structures = labelled_by_its_own_samples(model, 25)
     found = calibrate(model, structures, level=0.9)
-    assert model.conformal == found.conformal > 0
+    assert model.conformal_for(16) == found.conformal > 0
+    assert model.conformal_for(15) is None  # noisier than what it was fitted to
     model.scale_spread(2.0)
-    assert model.conformal is None
+    assert model.conformal_for(16) is None
     calibrate(model, structures, level=0.9)
     finetune(model, structures[:4], config=FinetuneConfig(epochs=1, samples=2, offsets=False))
-    assert model.conformal is None
+    assert model.conformal_for(16) is None
 
 
 @pytest.mark.parametrize("name", ["p", "p-ensemble"])

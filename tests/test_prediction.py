@@ -6,7 +6,7 @@ from ase.io import read, write
 
 import pmlip
 from conftest import randomise_noise
-from pmlip import prediction
+from pmlip import methods, prediction
 from pmlip.prediction import count_structures, predict_file
 from tiny import tiny_backbone
 
@@ -49,8 +49,11 @@ def test_every_structure_gets_mean_and_uncertainties(model, tmp_path):
     assert {file.name for file in tmp_path.iterdir()} == {"in.extxyz", "out.extxyz"}
 
 
+@pytest.mark.parametrize("method", ["p", "blip"])
 @pytest.mark.parametrize("cut", [0, 40])
-def test_an_interrupted_run_goes_on_and_ends_the_same(model, tmp_path, monkeypatch, cut):
+def test_an_interrupted_run_goes_on_and_ends_the_same(model, tmp_path, monkeypatch, cut, method):
+    """Also where the noise of a structure depends on its place in a batch."""
+    model = model if method == "p" else methods.make("blip", tiny_backbone())
     write(tmp_path / "in.extxyz", water(8))
     predict_file(model, tmp_path / "in.extxyz", tmp_path / "whole.extxyz", samples=4)
     asked, sample = [], model.sample_with_mean
@@ -69,7 +72,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(model, tmp_path, monkeypat
     if cut:  # as a killed process leaves it
         partial.write_bytes(partial.read_bytes()[:-cut])
     assert predict_file(model, tmp_path / "in.extxyz", tmp_path / "out.extxyz", samples=4) == 8
-    assert asked[3:] == ([2] if not cut else [3])
+    assert asked[3:] == ([2] if not cut else [3, 2])
     assert (tmp_path / "out.extxyz").read_text() == (tmp_path / "whole.extxyz").read_text()
 
 
@@ -94,6 +97,26 @@ def test_what_another_model_predicted_does_not_stay_and_is_no_reference(model, t
     assert "forces_interval" not in second.arrays
     assert "REF_energy" not in second.info
     assert second.info["previous_energy"] == read(tmp_path / "first.extxyz").get_potential_energy()
+
+
+def test_what_a_recorder_wrote_to_a_database_is_no_reference_either(model, tmp_path):
+    (atoms,) = water(1)
+    atoms.calc = pmlip.PMLIPCalculator(model, samples=4)
+    pmlip.Recorder(atoms, tmp_path / "md.db")()
+    predict_file(model, tmp_path / "md.db", tmp_path / "out.extxyz", samples=4)
+    (found,) = read(tmp_path / "out.extxyz", ":")
+    assert "REF_energy" not in found.info
+    assert found.info["previous_energy"] == pytest.approx(atoms.get_potential_energy())
+    with pytest.raises(ValueError, match="it carries uncertainties, so its 'energy' is probably a prediction"):
+        pmlip.read_structures(tmp_path / "out.extxyz")
+
+
+def test_a_name_of_two_lines_does_not_spoil_the_file(model, tmp_path):
+    structures = water(4)
+    structures[1].info["note"] = "first line\nsecond line"
+    write(tmp_path / "in.traj", structures)
+    predict_file(model, tmp_path / "in.traj", tmp_path / "out.extxyz", samples=4)
+    assert [atoms.info.get("note") for atoms in read(tmp_path / "out.extxyz", ":")][1] == "first line second line"
 
 
 def test_other_results_of_the_source_stay_too(model, tmp_path):
@@ -141,8 +164,9 @@ def test_after_a_bad_structure_was_removed_the_rest_goes_on(model, tmp_path, sto
     assert predict_file(model, tmp_path / "in.traj", tmp_path / "out.extxyz", samples=4) == 4
 
 
-def test_other_structures_under_the_same_name_are_noticed(model, tmp_path, stopped_at_the_last):
-    write(tmp_path / "in.traj", stopped_at_the_last[1:])
+@pytest.mark.parametrize("kept", [slice(1, None), slice(2)])
+def test_other_structures_under_the_same_name_are_noticed(model, tmp_path, stopped_at_the_last, kept):
+    write(tmp_path / "in.traj", stopped_at_the_last[kept])
     with pytest.raises(ValueError, match="does not end with the structure that"):
         predict_file(model, tmp_path / "in.traj", tmp_path / "out.extxyz", samples=4)
 
@@ -153,6 +177,8 @@ def test_bad_input_names_the_file_and_the_structure(model, tmp_path):
     write(tmp_path / "in.traj", structures)
     with pytest.raises(ValueError, match=r"in.traj: structure 4 \(H2O\): a position or a cell vector is NaN"):
         predict_file(model, tmp_path / "in.traj", tmp_path / "out.extxyz")
+    with pytest.raises(ValueError, match=r"to a file that ends in .extxyz, not to 'out.traj'"):
+        predict_file(model, tmp_path / "in.traj", tmp_path / "out.traj")
     (tmp_path / "there.extxyz").write_text("something")
     with pytest.raises(ValueError, match="exists already"):
         predict_file(model, tmp_path / "in.traj", tmp_path / "there.extxyz")

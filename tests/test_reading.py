@@ -143,6 +143,16 @@ def test_reference_labels_win_over_those_another_potential_left(tmp_path):
     assert read[0].get_potential_energy() == pytest.approx(atoms.get_potential_energy())
 
 
+def test_a_prediction_is_not_taken_for_a_label_unless_asked_to(tmp_path):
+    made = structures(2)
+    made[1].info["energy_uncertainty"] = 0.1
+    write(tmp_path / "data.extxyz", made)
+    with pytest.raises(ValueError, match=r"structure 1 .* 'energy' is probably a prediction; .* --energy-key energy"):
+        read_structures(tmp_path / "data.extxyz")
+    read, _ = read_structures(tmp_path / "data.extxyz", energy_key="energy", forces_key="forces", stress_key="stress")
+    assert_same_labels(read, made)
+
+
 def test_a_virial_becomes_a_stress(tmp_path):
     atoms = structures(1)[0]
     virial = np.array([[1.0, 0.2, 0.3], [0.2, 2.0, 0.4], [0.3, 0.4, 3.0]])

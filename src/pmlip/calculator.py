@@ -20,11 +20,10 @@ from ase.outputs import Properties, all_outputs
 from pmlip.methods.base import Method
 from pmlip.metrics import predictive_sigma
 from pmlip.model import load
+from pmlip.reading import PER_ATOM, PER_STRUCTURE, without_uncertainties
 from pmlip.samples import Samples
 from pmlip.structures import electrons
 
-PER_ATOM = ("forces_uncertainty", "atom_uncertainty", "forces_interval")
-PER_STRUCTURE = ("energy_uncertainty", "max_atom_uncertainty", "stress_uncertainty")
 POINTS = ("mean", "zero")
 
 
@@ -38,8 +37,9 @@ class PMLIPCalculator(Calculator):
         atom_uncertainty      (atom,) eV/Å, root of the trace of the covariance of its force, the same when turned
         max_atom_uncertainty  eV/Å, its largest value
         stress_uncertainty    (6,) eV/Å^3, where there is a cell
-        forces_interval       (atom, 3) eV/Å, of a calibrated model: DFT forces lie within forces ± this as
-                              often as was asked for there, with as many samples as there
+        forces_interval       (atom, 3) eV/Å, of a calibrated model with at least as many samples as in its
+                              calibration and point="mean": DFT forces lie within forces ± this as often as was
+                              asked for there
 
     and in MACE's naming energy_var and stress_var, their squares. ensembles=True adds energy_ensemble (K,),
     forces_ensemble (K, atom, 3), stress_ensemble (K, 6), and forces_comm, the second once more.
@@ -87,10 +87,12 @@ class PMLIPCalculator(Calculator):
         super().calculate(atoms, properties, system_changes)
         if self.point == "mean":
             drawn, chosen = self.model.sample_with_mean(self.atoms, samples=self.samples, seed=self.seed)
-        else:
+            conformal = self.model.conformal_for(self.samples)
+        else:  # intervals are for the mean
+            conformal = None
             drawn = self.model.sample(self.atoms, samples=self.samples, seed=self.seed)
             chosen = self.model.predict(self.atoms)
-        self.results = uncertainties(drawn, conformal=self.model.conformal)[0]
+        self.results = uncertainties(drawn, conformal=conformal)[0]
         self.results |= {
             "energy": float(chosen.energy[0]),
             "free_energy": float(chosen.energy[0]),
@@ -156,8 +158,8 @@ def uncertainties(drawn: Samples, *, conformal: float | None = None) -> list[dic
 
 
 def annotated(atoms: Atoms, results: Mapping[str, Any]) -> Atoms:
-    """A copy with the properties ASE knows in a calculator, and the uncertainties in `info` and `arrays`."""
-    carrier = atoms.copy()
+    """A copy with the properties ASE knows in a calculator, and these uncertainties alone in `info` and `arrays`."""
+    carrier = without_uncertainties(atoms)
     for name in PER_STRUCTURE:
         if name in results:
             carrier.info[name] = results[name]

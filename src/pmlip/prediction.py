@@ -12,10 +12,10 @@ from ase import Atoms
 from ase.io import read, write
 from ase.outputs import all_outputs
 
-from pmlip.calculator import PER_ATOM, PER_STRUCTURE, annotated, uncertainties
+from pmlip.calculator import annotated, uncertainties
 from pmlip.files import write_json
 from pmlip.methods.base import Method
-from pmlip.reading import check_file, iterate
+from pmlip.reading import check_file, has_uncertainties, iterate, without_uncertainties
 from pmlip.structures import StructureError, as_structures
 
 BATCH = 64  # structures between two writes
@@ -40,6 +40,8 @@ def predict_file(
     source, out = Path(source), Path(out)
     check_file(source)
     count = model.spread_samples(samples)
+    if out.suffix not in (".extxyz", ".xyz"):
+        raise ValueError(f"predictions are written as extxyz, so to a file that ends in .extxyz, not to {out.name!r}")
     if out.exists():
         raise ValueError(f"{out} exists already; remove it, or give another name")
     partial, notes = out.with_name(f"{out.name}.partial"), out.with_name(f"{out.name}.partial.json")
@@ -47,14 +49,14 @@ def predict_file(
     done = _resume(partial, notes, asked)
     total = count_structures(source)
     structures = iterate(source)
-    for last in itertools.islice(structures, max(done - 1, 0), done):  # none where nothing is done yet
-        _check_same(last, partial, source)
+    if done:
+        _check_same(next(itertools.islice(structures, done - 1, done), None), partial, source)
     while batch := list(itertools.islice(structures, BATCH)):
         try:
             drawn, mean = model.sample_with_mean(as_structures(batch), samples=count, seed=seed)
         except StructureError as error:
             raise ValueError(f"{source}: {error.after(done)}") from error
-        found = uncertainties(drawn, conformal=model.conformal)
+        found = uncertainties(drawn, conformal=model.conformal_for(count))
         with partial.open("a") as file:
             for index, (atoms, own) in enumerate(zip(batch, found, strict=True)):
                 own |= {"energy": float(mean.energy[index]), "forces": mean.forces[drawn.system == index].numpy()}
@@ -74,7 +76,7 @@ def predict_file(
 
 
 def _resume(partial: Path, notes: Path, asked: dict[str, Any]) -> int:
-    """How many structures are there already; what was cut off in the middle of one is removed."""
+    """How many structures are there already, in whole batches: where noise belongs to rows, it depends on its batch."""
     if not notes.exists() or not partial.exists():
         partial.unlink(missing_ok=True)
         write_json(notes, asked)
@@ -82,16 +84,20 @@ def _resume(partial: Path, notes: Path, asked: dict[str, Any]) -> int:
     if (found := json.loads(notes.read_text())) != asked:
         changed = ", ".join(name for name in asked if found.get(name) != asked[name])
         raise ValueError(f"{partial} was begun with another {changed}; remove {notes} to start anew")
-    ends = list(_frame_ends(partial))
-    os.truncate(partial, ends[-1] if ends else 0)
-    return len(ends)
+    ends = [0, *_frame_ends(partial)][::BATCH]
+    os.truncate(partial, ends[-1])
+    return (len(ends) - 1) * BATCH
 
 
-def _check_same(expected: Atoms, partial: Path, source: Path) -> None:
+def _check_same(expected: Atoms | None, partial: Path, source: Path) -> None:
     """Refuse to go on with a source that is not the one the last finished structure came from."""
     last = read(partial, index=-1, format="extxyz")
-    same = len(last) == len(expected) and (last.numbers == expected.numbers).all()
-    if not same or not np.allclose(last.positions, expected.positions, atol=1e-6):
+    if (
+        expected is None
+        or len(last) != len(expected)
+        or (last.numbers != expected.numbers).any()
+        or not np.allclose(last.positions, expected.positions, atol=1e-6)
+    ):
         raise ValueError(
             f"{partial} does not end with the structure that {source} has in that place; remove it to start anew"
         )
@@ -130,11 +136,10 @@ def _with_references(atoms: Atoms) -> Atoms:
     they may be, and are called previous_energy and so on; the uncertainties go.
     """
     results = dict(atoms.calc.results) if atoms.calc is not None else {}
-    renamed = atoms.copy()
-    predicted = [name for name in (*PER_STRUCTURE, *PER_ATOM) if name in renamed.info or name in renamed.arrays]
-    for name in predicted:
-        renamed.info.pop(name, None)
-        renamed.arrays.pop(name, None)
+    predicted = has_uncertainties(atoms)
+    renamed = without_uncertainties(atoms)
+    # extxyz has a line for all of info, and its writer does not escape what ends a line
+    renamed.info = {k: " ".join(v.splitlines()) if isinstance(v, str) else v for k, v in renamed.info.items()}
     for name, value in results.items():
         shape = all_outputs[name].shapespec if name in all_outputs else ()
         if len(shape) < 3:  # extxyz has no place for more

@@ -26,6 +26,10 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "virial": ("REF_virial", "REF_virials", "ref_virial", "dft_virial", "DFT_virial", "virial", "virials"),
 }
 
+# What pmlip writes beside its predictions: such a structure may carry a prediction where a label would be.
+PER_ATOM = ("forces_uncertainty", "atom_uncertainty", "forces_interval")
+PER_STRUCTURE = ("energy_uncertainty", "max_atom_uncertainty", "stress_uncertainty")
+
 
 @dataclass(frozen=True)
 class Found:
@@ -77,6 +81,7 @@ def read_structures(
         for label, key in given.items():
             if key is None:
                 _refuse_second_name(label, names[label], structures)
+                _refuse_predictions(label, names[label], structures)
         counts: Counter[str] = Counter()
         labelled = []
         for index, atoms in enumerate(structures):
@@ -181,6 +186,36 @@ def _refuse_second_name(label: str, name: str | None, structures: Sequence[Atoms
                 f"its {label} is called {other!r}, that of others {name!r}; give all the same name, or choose one "
                 f"with --{label}-key",
             )
+
+
+def _refuse_predictions(label: str, name: str | None, structures: Sequence[Atoms]) -> None:
+    """A structure with uncertainties may carry a prediction under a plain name."""
+    if name is None or "ref" in name.lower() or "dft" in name.lower():
+        return
+    for index, atoms in enumerate(structures):
+        if has_uncertainties(atoms) and name in _available([atoms]):
+            raise StructureError(
+                atoms,
+                index,
+                f"it carries uncertainties, so its {name!r} is probably a prediction; if it is a label, say so with "
+                f"--{label}-key {name}",
+            )
+
+
+def has_uncertainties(atoms: Atoms) -> bool:
+    return any(name in place for place in _places(atoms) for name in (*PER_ATOM, *PER_STRUCTURE))
+
+
+def without_uncertainties(atoms: Atoms) -> Atoms:
+    """A copy that carries none, also not where an ase.db keeps them."""
+    bare = atoms.copy()
+
+    def others(place: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in place.items() if name not in (*PER_ATOM, *PER_STRUCTURE)}
+
+    bare.info = {name: others(value) if isinstance(value, dict) else value for name, value in others(bare.info).items()}
+    bare.arrays = others(bare.arrays)
+    return bare
 
 
 def _available(structures: Sequence[Atoms]) -> list[str]:

@@ -57,11 +57,14 @@ class Method(nn.Module, ABC):
         """Whether its spread means anything."""
         return True
 
-    @property
-    def conformal(self) -> float | None:
-        """Forces lie within mean ± this times sigma as often as a calibration promised; None without one."""
-        factor: float | None = self.record.get("calibration", {}).get("conformal")
-        return factor
+    def conformal_for(self, samples: int) -> float | None:
+        """Forces lie within mean ± this times sigma as often as a calibration promised; None without one.
+
+        It promised so for its number of samples; a spread of fewer is noisier.
+        """
+        calibration = self.record.get("calibration", {})
+        factor: float | None = calibration.get("conformal")
+        return factor if samples >= calibration.get("samples", 0) else None
 
     def new_parameters(self) -> list[nn.Parameter]:
         """The parameters that the backbone does not have; they start from nothing and learn faster."""
