@@ -35,6 +35,9 @@ def test_the_divergence_of_a_network_averages_rows_and_layers_and_adds_kinds():
     alpha = {"node": torch.tensor([[0.1, 0.2]]), "edge": torch.tensor([[0.3], [0.4]])}
     expected = weight_divergence(alpha["node"], 1.0).mean() + weight_divergence(alpha["edge"], 1.0).mean()
     torch.testing.assert_close(posterior.divergence(alpha), expected)
+    # a batch may lack one kind: molecules of two atoms have no angles
+    without = {**alpha, "edge": alpha["edge"][:0]}
+    torch.testing.assert_close(posterior.divergence(without), weight_divergence(alpha["node"], 1.0).mean())
 
 
 def test_outputs_are_those_of_random_weights():

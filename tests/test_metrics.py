@@ -184,6 +184,15 @@ def test_bootstrap_of_several_arrays_and_torch():
     assert interval.low < interval.value < interval.high
 
 
+def test_a_constant_has_no_rank_correlation():
+    assert math.isnan(metrics.spearman([1.0, 2.0], [3.0, 3.0]))
+    assert math.isnan(metrics.partial_spearman([1.0, 2.0, 3.0], [1.0, 3.0, 2.0], [1.0, 1.0, 1.0]))
+    # resamples of one structure alone do not count
+    interval = metrics.bootstrap(metrics.spearman, [1.0, 2.0, 3.0], [1.0, 2.0, 3.0], system=[0, 1, 2])
+    assert interval == (1, 1, 1)
+    assert math.isnan(metrics.bootstrap(metrics.spearman, [1.0, 1.0], [1.0, 2.0], system=[0, 1]).low)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -197,7 +206,6 @@ def test_bootstrap_of_several_arrays_and_torch():
         (lambda: metrics.ence_null(np.zeros((2, 3))), "at least 3 samples, got samples=2"),
         (lambda: metrics.ranks(np.zeros((2, 3)), np.zeros(4)), r"samples \(2, 3\) must be"),
         (lambda: metrics.spearman([], []), "empty"),
-        (lambda: metrics.spearman([1.0, 2.0], [3.0, 3.0]), "a constant has no rank correlation"),
         (lambda: metrics.spread_skill_ratio([1.0], [1.0], [1.0], 5), "all errors are zero"),
         (lambda: metrics.ence([1.0, 2.0], [0.0, 1.0], [2.0, 1.0], 5, bins=1), "1 of 2 entries have a spread of zero"),
         (lambda: metrics.auroc([1.0], [math.inf]), "NaN or infinite"),

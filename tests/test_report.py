@@ -122,6 +122,20 @@ def test_what_has_no_spread_has_no_report(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_molecules_that_are_all_alike_have_a_report_without_ranks(model, tmp_path):
+    """Two dimers: the errors of their atoms are equal, and a resample may hold one of them alone."""
+    dimers = []
+    for length in (0.7, 0.8):
+        atoms = Atoms("H2", [[0, 0, 0], [0, 0, length]])
+        atoms.calc = SinglePointCalculator(atoms, energy=0.0, forces=np.array([[0, 0, 0.5], [0, 0, -0.5]]))
+        dimers.append(atoms)
+    own = judged(model, dimers)
+    write_report(tmp_path / "report.html", [own], [])
+    page = (tmp_path / "report.html").read_text()
+    assert "nan" not in re.sub(r"<script.*?</script>|data:[^\"]*", "", page, flags=re.DOTALL)
+    assert all(np.isfinite(value) for scores in own.evaluation.scores.values() for value in scores.values())
+
+
 def test_forces_that_symmetry_fixes_are_left_out(model, tmp_path):
     """One atom in a cell, as in an equation of state: no force, no error, no spread but rounding."""
     crystals = [Atoms("Cu", cell=[a, a, a], pbc=True) for a in (2.4, 2.5, 2.6)]

@@ -1,5 +1,6 @@
 """How good a model and its uncertainty are on structures with labels."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -138,7 +139,7 @@ def _scores(name: str, drawn: Samples, expected: Outputs, point: Outputs, target
             result["spearman_structure_at_best"] = _ranking_at_best(values, drawn.system)
         if bool(moving.any()):
             result["directions"] = metrics.effective_directions(values, drawn.system)
-    return result
+    return {name: value for name, value in result.items() if math.isfinite(value)}  # what has no value is not there
 
 
 def _ranking(mean: torch.Tensor, spread: torch.Tensor, label: torch.Tensor, system: torch.Tensor) -> dict[str, float]:
@@ -147,7 +148,7 @@ def _ranking(mean: torch.Tensor, spread: torch.Tensor, label: torch.Tensor, syst
     per_atom = [x.square().mean(-1, keepdim=True) for x in (mean - label, spread, mean)]
     per_structure = [mean_per_system(x, system, int(system[-1]) + 1) for x in per_atom]
     for level, (error, variance, force) in {"structure": per_structure, "atom": per_atom}.items():
-        if len(error) > 2 and all(x.unique().numel() > 1 for x in (error, variance, force)):
+        if len(error) > 2:
             result[f"spearman_{level}"] = metrics.spearman(error, variance)
             result[f"spearman_{level}_of_force"] = metrics.spearman(error, force)
             result[f"spearman_{level}_given_force"] = metrics.partial_spearman(error, variance, force)

@@ -12,7 +12,7 @@ sigma, and every one that needs a law uses that t: a calibrated model scores as 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -139,11 +139,12 @@ def ence_null(samples: Array, *, bins: int = 10, repeats: int = 20, seed: int = 
 
 
 def spearman(a: Array, b: Array) -> float:
-    """Rank correlation, for instance of squared error and variance.
+    """Rank correlation, for instance of squared error and variance; NaN where one of them is constant.
 
     Attenuated at finite K by the noise of the variance: compare methods at equal K only.
     """
-    return float(np.corrcoef(_ranked(a, b))[0, 1])
+    ranks = _ranked(a, b)
+    return float(np.corrcoef(ranks)[0, 1]) if np.ptp(ranks, axis=1).all() else math.nan
 
 
 def partial_spearman(a: Array, b: Array, given: Array) -> float:
@@ -151,7 +152,7 @@ def partial_spearman(a: Array, b: Array, given: Array) -> float:
 
     Large forces have large errors: with given=|F| this says what a spread knows beyond that.
     """
-    (ab, ag), (_, bg) = np.corrcoef(_ranked(a, b, given))[:2, 1:]
+    ab, ag, bg = spearman(a, b), spearman(a, given), spearman(b, given)
     left = (1 - ag**2) * (1 - bg**2)
     # where `given` explains one of them wholly, nothing is left to correlate
     return float((ab - ag * bg) / math.sqrt(left)) if left > 1e-12 else math.nan
@@ -226,7 +227,8 @@ def bootstrap(
     """metric(*arrays) with a percentile interval from resampling whole structures.
 
     The arrays are (entry, ...) with `system` (entry,) naming the structure of each: entries of one structure are
-    correlated, so resampling entries would make the interval too narrow.
+    correlated, so resampling entries would make the interval too narrow. Resamples that have no such metric (NaN) do
+    not count.
     """
     index = _array(system, dtype=int)
     values: list[np.ndarray] = [_array(array) for array in arrays]
@@ -240,7 +242,8 @@ def bootstrap(
     for _ in range(resamples):
         chosen = np.concatenate([members[i] for i in random.integers(0, len(members), len(members))])
         scores.append(metric(*(array[chosen] for array in values)))
-    low, high = np.quantile(scores, [(1 - level) / 2, (1 + level) / 2])
+    known = [score for score in scores if not math.isnan(score)] or [math.nan]
+    low, high = np.quantile(known, [(1 - level) / 2, (1 + level) / 2])
     return Interval(metric(*values), float(low), float(high))
 
 
@@ -286,9 +289,7 @@ def _samples_and_target(samples: Array, target: Array) -> tuple[np.ndarray, np.n
     return x, y
 
 
-def _ranked(*arrays: Array) -> Sequence[np.ndarray]:
+def _ranked(*arrays: Array) -> list[np.ndarray]:
     flat = [_array(array).ravel() for array in arrays]
     _same_shape(**{f"array {i}": array for i, array in enumerate(flat)})
-    if any((array == array[0]).all() for array in flat):
-        raise ValueError("a constant has no rank correlation with anything")
     return [stats.rankdata(array) for array in flat]

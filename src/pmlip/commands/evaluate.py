@@ -144,13 +144,15 @@ def _table(name: str, result: Evaluation) -> Table:
         ratios = [f"{values[key]:.2f}" if key in values else "" for key in ("ssr", "coverage_95")]
         table.add_row(title, *cells, *ratios)
     forces = result.scores.get("forces", {})
-    if "spearman_structure" in forces:
-        at_best = forces.get("spearman_structure_at_best")
-        best = "" if at_best is None else f"at best {at_best:.2f}, "
-        table.caption = (
-            f"Spearman of spread and error: structures {forces['spearman_structure']:.2f} ({best}|F| alone "
-            f"{forces['spearman_structure_of_force']:.2f}, beyond |F| {forces['spearman_structure_given_force']:.2f}), "
-            f"atoms {forces['spearman_atom']:.2f} (|F| alone {forces['spearman_atom_of_force']:.2f}, beyond |F| "
-            f"{forces['spearman_atom_given_force']:.2f})"
-        )
+    ranking = [_ranked(forces, level) for level in ("structure", "atom") if f"spearman_{level}" in forces]
+    if ranking:
+        table.caption = f"Spearman of spread and error: {', '.join(ranking)}"
     return table
+
+
+def _ranked(forces: Mapping[str, float], level: str) -> str:
+    """How well the spread ranks structures or atoms, and beside it whatever else of that is known."""
+    titles = {"at_best": "at best", "of_force": "|F| alone", "given_force": "beyond |F|"}
+    known = {title: forces.get(f"spearman_{level}_{name}") for name, title in titles.items()}
+    beside = ", ".join(f"{title} {value:.2f}" for title, value in known.items() if value is not None)
+    return f"{level}s {forces[f'spearman_{level}']:.2f}{f' ({beside})' if beside else ''}"

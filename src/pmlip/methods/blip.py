@@ -72,7 +72,8 @@ class Posterior(nn.Module):
 
     def divergence(self, alpha: Mapping[str, Tensor]) -> Tensor:
         """KL per weight, averaged over rows and layers, the kinds of rows added."""
-        return torch.stack([weight_divergence(values, self.prior_alpha).mean() for values in alpha.values()]).sum()
+        there = [values for values in alpha.values() if len(values)]  # molecules of two atoms have no angles
+        return sum((weight_divergence(values, self.prior_alpha).mean() for values in there), torch.zeros(()))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "alpha": None}

@@ -116,8 +116,8 @@ def score_row(judged: Judged) -> dict[str, Any]:
         interval = metrics.bootstrap(metric, *arrays, system=forces.system)
         digits = 0 if "%" in name else 1 if "meV" in name else 2
         unit = " %" if "%" in name else ""
-        value, low, high = (f"{number:.{digits}f}{unit}" for number in interval)
-        cells[name] = (value, low, high)
+        value, low, high = (f"{number:.{digits}f}{unit}" if np.isfinite(number) else None for number in interval)
+        cells[name] = (value or "", low, high)
     energy = judged.evaluation.scores.get("energy", {})
     titled = {"energy: MAE, meV/atom": ("mae_expected", 1e3, 1), "SSR of energies": ("ssr", 1, 2)}
     for name, (key, scale, digits) in titled.items():

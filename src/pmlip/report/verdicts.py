@@ -105,6 +105,8 @@ def _ranking(judged: Judged) -> list[tuple[str, str]]:
     own = metrics.spearman(forces.atom_error, forces.atom_spread)
     trivial = metrics.spearman(forces.atom_error, forces.atom_force)
     beyond = metrics.partial_spearman(forces.atom_error, forces.atom_spread, forces.atom_force)
+    if not np.isfinite([own, trivial, beyond]).all():  # too few atoms, or all alike
+        return []
     text = (
         f"The spread ranks atoms by their error with a correlation of {own:.2f} (Spearman); the size of the force "
         f"alone reaches {trivial:.2f}. Given |F|, {beyond:.2f} is left: "
