@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import pmlip
 from pmlip.cli import app
 from pmlip.commands.finetune import _tensorboard
+from pmlip.structures import fingerprint
 
 pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
 
@@ -104,7 +105,18 @@ def test_finished_runs_are_not_run_again(finetuned):
 
 
 def test_evaluate_leaves_out_what_was_trained_on(finetuned, tmp_path):
+    """Also where other labels are read: here no stress."""
     out, _ = finetuned
+    some = read(SILICA, index=":30")
+    for atoms in some:
+        atoms.calc.results.pop("stress")
+    write(tmp_path / "some.extxyz", some)
+    seen = set(json.loads((out / "summary.json").read_text())["seen"])
+    known = sum(fingerprint([atoms], labelled=False)[:16] in seen for atoms in some)
+    result = invoke(
+        "evaluate", out / "model.pt", tmp_path / "some.extxyz", "--samples", "3", "--count", "2", "--exclude", out
+    )
+    assert f"has seen them: {known} of 30" in " ".join(result.output.split())
     arguments = ["--samples", "3", "--count", "5", "--exclude", out, "--unseen", SILICA, "--json"]
     result = invoke("evaluate", out / "model.pt", SILICA, *arguments, "--out", tmp_path / "scores.json")
     assert result.exit_code == 0, result.output

@@ -370,8 +370,9 @@ def test_sites_that_match_nothing_are_refused(sites, message):
 
 
 def test_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match="noise_dim must be at least 1, got 0"):
-        pmlip.perturb(MLP(), noise_dim=0, sites="first")
+    for dim in (0, 64.5):
+        with pytest.raises(ValueError, match=f"noise_dim must be a whole number, at least 1, got {dim}"):
+            pmlip.perturb(MLP(), noise_dim=dim, sites="first")
     with pytest.raises(ValueError, match="perturbed already"):
         pmlip.perturb(make(), sites="first")
     with pytest.raises(ValueError, match="perturbed already"):

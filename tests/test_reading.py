@@ -85,6 +85,17 @@ def test_npz(tmp_path):
         assert given.pbc.all()
 
 
+def test_npz_with_arrays_of_another_length(tmp_path):
+    original = structures()
+    content = {"symbols": ["Na", "Cl"], "positions": [atoms.positions for atoms in original]}
+    forces = [atoms.get_forces() for atoms in original]
+    np.savez(tmp_path / "data.npz", **content, forces=forces, cell=original[0].cell.array)  # one cell for all
+    assert all((atoms.cell == original[0].cell).all() for atoms in read_structures(tmp_path / "data.npz")[0])
+    np.savez(tmp_path / "data.npz", **content, forces=forces, energies=np.zeros(10))
+    with pytest.raises(ValueError, match=r"it holds 3 structures, but energy of shape \(10,\)"):
+        read_structures(tmp_path / "data.npz")
+
+
 def test_npz_with_labels_under_other_names(tmp_path):
     original = structures()
     content = {

@@ -65,6 +65,8 @@ def test_stress_may_be_a_full_matrix():
         ([bulk("Si"), "POSCAR"], TypeError, "structure 1 is a str"),
         ([bulk("Si"), Atoms()], StructureError, "structure 1 .*no atoms"),
         (Atoms("H", [[np.nan, 0, 0]]), StructureError, r"structure 0 \(H\): a position or a cell vector is NaN"),
+        (Atoms("H", info={"charge": "neutral"}), StructureError, "its charge must be a number, got 'neutral'"),
+        (Atoms("H", info={"spin": [1, 2]}), StructureError, r"its spin must be a number, got \[1, 2\]"),
     ],
 )
 def test_what_cannot_be_a_structure_is_refused(structures, error, message):

@@ -298,6 +298,8 @@ def load(
     other module must be handed in as `backbone`, and its `sites` too if they had envelopes. trust: see
     `load_backbone`.
     """
+    if not isinstance(path, str | Path):
+        raise TypeError(f"a model is loaded from a file, got a {type(path).__name__}; is it a potential?")
     content = checkpoint.read(path)
     if backbone is None:
         backbone = content.origin.load(weights=weights, trust=trust)

@@ -90,8 +90,8 @@ class Noise(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        if dim < 1:
-            raise ValueError(f"noise_dim must be at least 1, got {dim}")
+        if not isinstance(dim, int) or dim < 1:
+            raise ValueError(f"noise_dim must be a whole number, at least 1, got {dim}")
         # The identity, never zero: with W_z = W_noise = 0 every gradient would vanish for ever.
         self.mixing = nn.Parameter(torch.eye(dim))
         self.force(None)

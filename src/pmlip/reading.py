@@ -146,6 +146,11 @@ def _read_npz(path: Path) -> Iterator[Atoms]:
         )
     kinds = content["symbols"].tolist() if "symbols" in content else content["numbers"]
     count, form = len(content["positions"]), content["positions"].shape[1:]
+    if "cell" in content and content["cell"].shape == (3, 3):  # one for all
+        content["cell"] = np.broadcast_to(content["cell"], (count, 3, 3))
+    for name in ("cell", *LABELS):
+        if name in content and content[name].shape[:1] != (count,):
+            raise ValueError(f"it holds {count} structures, but {name} of shape {content[name].shape}")
     known = {"positions", "cell", "symbols", "numbers", *LABELS}
     others = {name: value for name, value in content.items() if name not in known and value.shape[:1] == (count,)}
     for index, positions in enumerate(content["positions"]):

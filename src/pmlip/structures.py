@@ -13,6 +13,7 @@ from ase.stress import full_3x3_to_voigt_6_stress
 from pmlip.samples import PER_ATOM, Outputs
 
 LABELS = ("energy", "forces", "stress")
+ELECTRONS = ("charge", "spin")  # in `info`
 
 
 class StructureError(ValueError):
@@ -52,7 +53,17 @@ def as_structures(structures: Atoms | Iterable[Atoms]) -> list[Atoms]:
             raise StructureError(atoms, index, "it has no atoms")
         if not np.isfinite(atoms.positions).all() or not np.isfinite(atoms.cell.array).all():
             raise StructureError(atoms, index, "a position or a cell vector is NaN or infinite")
+        for name in ELECTRONS:
+            if not _is_number(atoms.info.get(name, 0)):
+                raise StructureError(atoms, index, f"its {name} must be a number, got {atoms.info[name]!r}")
     return listed
+
+
+def _is_number(value: object) -> bool:
+    try:
+        return value is None or np.asarray(value, dtype=float).size == 1
+    except (TypeError, ValueError):
+        return False
 
 
 def system_index(structures: Sequence[Atoms]) -> torch.Tensor:
@@ -144,19 +155,19 @@ def _lacking(found: Outputs, name: str) -> torch.Tensor:
 
 
 def electrons(atoms: Atoms) -> dict[str, float]:
-    """Charge and spin of a structure, where some potentials look for them."""
-    return {name: float(atoms.info[name]) for name in ("charge", "spin") if name in atoms.info}
+    """Charge and spin of a structure, where some potentials look for them; None says nothing."""
+    return {name: float(atoms.info[name]) for name in ELECTRONS if atoms.info.get(name) is not None}
 
 
-def fingerprint(structures: Sequence[Atoms]) -> str:
-    """A hash of structures and labels, to know the same data again."""
+def fingerprint(structures: Sequence[Atoms], *, labelled: bool = True) -> str:
+    """A hash of structures and labels, or of structures alone, to know the same data again."""
     digest = hashlib.sha256()
     for atoms in structures:
         for array in (atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc):
             digest.update(np.ascontiguousarray(array).tobytes())
         if known := electrons(atoms):
             digest.update(repr(known).encode())
-    if structures:
+    if structures and labelled:
         for value in labels(structures).values():
             digest.update(value.numpy().tobytes())
     return digest.hexdigest()

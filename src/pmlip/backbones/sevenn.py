@@ -122,7 +122,10 @@ class SevenNetBackbone(Backbone):
         rescale = self.module.rescale_atomic_energy
         if isinstance(rescale, Rescale):
             if len(offsets) < len(self.elements) or len(set(offsets.values())) > 1:
-                raise ValueError("this SevenNet shifts all elements alike: it has no references for each of them")
+                raise ValueError(
+                    "this SevenNet shifts all elements alike: it has no references for each of them; leave the offsets "
+                    "out with --no-offsets (offsets=False)"
+                )
             with torch.no_grad():
                 rescale.shift += next(iter(offsets.values()))
             return

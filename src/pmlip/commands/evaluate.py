@@ -55,9 +55,11 @@ def run(
         if report is not None:
             with in_file(file):
                 require_labels(read, ["forces"])  # of every figure
-        new = [i for i, atoms in enumerate(read) if not left_out or fingerprint([atoms])[:16] not in left_out]
+        new = [i for i, atoms in enumerate(read) if fingerprint([atoms], labelled=False)[:16] not in left_out]
         if not new:
             raise ValueError(f"{file}: the run in {exclude} has seen every structure of it")
+        if exclude is not None:
+            console.print(f"left out, for the run in {exclude} has seen them: {len(read) - len(new)} of {len(read)}")
         structures[file], kept[file] = read, [new[i] for i in chosen(len(new), count, seed, file)]
     record: dict[str, Any] = {"model": path.name, "seed": seed}
     judged: list[Judged] = []
@@ -108,10 +110,13 @@ def _load(path: Path, weights: Path | None, *, trust: bool, device: str, several
     """The model in a file; of several models, not all need the same weights, and those that ship with theirs none."""
     try:
         loaded: Method = model.load(path, weights=weights, trust=trust, device=device)
-    except ValueError:
+    except ValueError as error:
         if weights is None or not several:
             raise
-        loaded = model.load(path, trust=trust, device=device)
+        try:
+            loaded = model.load(path, trust=trust, device=device)
+        except (ValueError, OSError):
+            raise error from None  # about the weights that were given
     return loaded
 
 
@@ -129,7 +134,10 @@ def _excluded(folder: Path | None) -> set[str]:
     file = folder / "summary.json"
     if not file.is_file():
         raise FileNotFoundError(f"{folder} is not the folder of a finished run: it has no summary.json")
-    return set(json.loads(file.read_text())["fingerprints"])
+    summary = json.loads(file.read_text())
+    if "seen" not in summary:
+        raise ValueError(f"{file} was written by an older pmlip and does not say which structures the run has seen")
+    return set(summary["seen"])
 
 
 def _table(name: str, result: Evaluation) -> Table:

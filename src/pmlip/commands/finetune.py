@@ -54,6 +54,8 @@ def run(
     quiet: bool,
 ) -> dict[str, Any]:
     """The summary of the run, or what a dry run would do; empty for all processes but the first."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; give a folder for the files of this run")
     fabric = _fabric(device)
     console = Console(quiet=quiet or fabric.global_rank > 0, stderr=dry_run)  # a dry run prints a settings file
     if tensorboard and importlib.util.find_spec("tensorboard") is None:
@@ -137,7 +139,8 @@ def run(
         _calibrate(trained, held_out, data, console)
     trained.save(out / "model.pt")
     summary = {"backbone": backbone, "method": method, "options": dict(options), **trained.record}
-    summary["fingerprints"] = [fingerprint([atoms])[:16] for atoms in (*structures, *held_out)]
+    # without labels: --exclude must know them again when other labels are read
+    summary["seen"] = [fingerprint([atoms], labelled=False)[:16] for atoms in (*structures, *held_out)]
     write_json(out / "summary.json", summary)
     console.print(f"{result.steps} steps in {result.seconds:.0f} s; the model is {out / 'model.pt'}")
     console.print(f"next: pmlip evaluate {out / 'model.pt'} TEST.extxyz --report report.html")
