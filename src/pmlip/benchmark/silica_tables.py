@@ -92,7 +92,8 @@ def summary(results: Results) -> list[dict[str, Any]]:
                 row[f"paper_{name}"] = {"mean": mean / COLUMNS[name][1], "std": std / COLUMNS[name][1]}
         row["unseen"] = {
             place: {
-                name: over_seeds([result["unseen"][place][name] for result in found])
+                # not every seed has every score: of a constant there is no rank correlation
+                name: over_seeds([scores[name] for result in found if name in (scores := result["unseen"][place])])
                 for name in found[0]["unseen"][place]
             }
             for place in found[0]["unseen"]
