@@ -6,10 +6,12 @@ In a page, `<!-- table: NAME -->` and `<!-- end -->` stand around the table; a t
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pmlip.benchmark import nbody_tables, silica_tables, speed_tables, symmetry
+from pmlip.benchmark.publish import Results
 from pmlip.benchmark.runner import read_cells
 
 PROJECT = Path(__file__).parents[1]
@@ -25,6 +27,12 @@ def _read(pattern: str) -> list[Any]:
     return [json.loads(file.read_text()) for file in sorted(RESULTS.glob(pattern))]
 
 
+def _silica(data: str, make: Callable[[Results], str]) -> str:
+    """A table of the cells on one data set."""
+    results = read_cells(RESULTS / "silica")
+    return make({cell: result for cell, result in results.items() if result["cell"]["data"] == data})
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "crps": lambda: _speed("crps", speed_tables.crps_markdown),
     "nbody step": lambda: _speed("nbody", speed_tables.nbody_markdown),
@@ -37,13 +45,18 @@ TABLES: dict[str, Callable[[], str]] = {
     "nbody ablation": lambda: nbody_tables.ablations(
         read_cells(RESULTS / "nbody" / "ablation"), read_cells(RESULTS / "nbody")
     ),
-    "silica": lambda: silica_tables.table(read_cells(RESULTS / "silica")),
-    "silica former": lambda: silica_tables.table(read_cells(RESULTS / "silica" / "former")),
-    "silica former unseen": lambda: silica_tables.unseen_table(read_cells(RESULTS / "silica" / "former")),
-    "silica ranking": lambda: silica_tables.ranking_table(read_cells(RESULTS / "silica")),
+    "silica overview": lambda: silica_tables.overview(read_cells(RESULTS / "silica")),
     "silica trials": lambda: silica_tables.trials_table(read_cells(RESULTS / "silica" / "trials")),
-    "silica together": lambda: silica_tables.together_table(read_cells(RESULTS / "silica")),
-    "silica unseen": lambda: silica_tables.unseen_table(read_cells(RESULTS / "silica")),
+    **{
+        f"{title}{kind}": partial(_silica, data, make)
+        for title, data in {"silica": "silica-pbe", "zeolite": "edi"}.items()
+        for kind, make in {
+            "": silica_tables.table,
+            " ranking": silica_tables.ranking_table,
+            " unseen": silica_tables.unseen_table,
+            " together": silica_tables.together_table,
+        }.items()
+    },
 }
 
 

@@ -5,6 +5,7 @@ from pmlip.benchmark.runner import Cell
 from pmlip.benchmark.silica_tables import (
     METHODS,
     figure,
+    overview,
     ranking_table,
     summary,
     table,
@@ -49,6 +50,20 @@ def test_seeds_are_averaged(results):
     assert "| 32 | p | 32 | 0.80 |  | 0.80 |  |  |  |  |  | 2 |" in ranking_table(results)
     assert "| 32 | hot | p | 90.0 | 70.0 | 2.0 | 1.5 | 0.60 | 0.75 | 0.70 |  | 2 |" in unseen_table(results)
     assert "| 32 | p | 32 | 0.80 | 0.80 | 0.70 | 2 |" in together_table(results)
+    assert overview(results).splitlines() == [
+        "| F-CRPS, meV/Å (SSR) | chgnet on silica-pbe, n = 32 |",
+        "| --- | --- |",
+        "| constant | 35.0 (0.90) |",
+        "| p | 25.0 ± 7.1 (0.90) |",
+    ]
+
+
+def test_a_score_that_one_seed_lacks_is_that_of_the_others(results):
+    for seed, (_, content) in enumerate(results.items()):
+        content["unseen"] = {"hot": dict(content["unseen"]["hot"])}
+        if seed == 1:
+            del content["unseen"]["hot"]["auroc_spread"]
+    assert summary(results)[1]["unseen"]["hot"]["auroc_spread"] == {"mean": 0.75, "std": 0.0}
 
 
 def test_the_trials_of_a_setting_stand_in_one_line(results):

@@ -149,6 +149,24 @@ def table(results: Results) -> str:
     return "\n".join(parts)
 
 
+def overview(results: Results) -> str:
+    """CRPS of the forces and spread-skill ratio, a row for each method and a column for each data set and size."""
+    rows = {(row["backbone"], row["data"], row["size"], row["method"]): row for row in summary(results)}
+    places = sorted({key[:3] for key in rows})
+    lines = []
+    for method in dict.fromkeys([*METHODS, *(key[3] for key in rows)]):
+        found = [rows.get((*place, method)) for place in places]
+        if any(found):
+            lines.append([method, *(_crps_and_ratio(row) if row else "" for row in found)])
+    heading = [f"{backbone.removeprefix('orb:')} on {data}, n = {size}" for backbone, data, size in places]
+    return _markdown(["F-CRPS, meV/Å (SSR)", *heading], lines)
+
+
+def _crps_and_ratio(row: dict[str, Any]) -> str:
+    ratio = f" ({row['ssr']['mean']:.2f})" if "ssr" in row else ""
+    return _value(row, "force_crps") + ratio
+
+
 def ranking_table(results: Results) -> str:
     """How well spreads rank errors, beside what the size of the force does, as Markdown: Spearman correlations."""
     heading = ["n", "method", "K", *(title for title, _, _ in RANKING.values()), "seeds"]
