@@ -160,8 +160,13 @@ def test_a_prediction_is_not_taken_for_a_label_unless_asked_to(tmp_path):
     write(tmp_path / "data.extxyz", made)
     with pytest.raises(ValueError, match=r"structure 1 .* 'energy' is probably a prediction; .* --energy-key energy"):
         read_structures(tmp_path / "data.extxyz")
-    read, _ = read_structures(tmp_path / "data.extxyz", energy_key="energy", forces_key="forces", stress_key="stress")
-    assert_same_labels(read, made)
+    keys = {f"{label}_key": label for label in ("energy", "forces", "stress")}
+    assert_same_labels(read_structures(tmp_path / "data.extxyz", **keys)[0], made)
+    # beside references, what has a plain name is no label
+    for atoms in made:
+        atoms.info["REF_energy"] = 1.0
+    write(tmp_path / "data.extxyz", made)
+    assert set(read_structures(tmp_path / "data.extxyz")[1].labels) == {"energy"}
 
 
 def test_a_virial_becomes_a_stress(tmp_path):

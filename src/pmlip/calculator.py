@@ -34,7 +34,8 @@ class PMLIPCalculator(Calculator):
 
         energy_uncertainty    eV, of the total energy; it grows like the number of atoms (see docs/method.md)
         forces_uncertainty    (atom, 3) eV/Å, of each component
-        atom_uncertainty      (atom,) eV/Å, root of the trace of the covariance of its force, the same when turned
+        atom_uncertainty      (atom,) eV/Å, root of the trace of the covariance of its force; the same when turned, if
+                              the potential is equivariant
         max_atom_uncertainty  eV/Å, its largest value
         stress_uncertainty    (6,) eV/Å^3, where there is a cell
         forces_interval       (atom, 3) eV/Å, of a calibrated model with at least as many samples as in its

@@ -25,6 +25,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "stress": ("REF_stress", "ref_stress", "dft_stress", "DFT_stress", "stress"),
     "virial": ("REF_virial", "REF_virials", "ref_virial", "dft_virial", "DFT_virial", "virial", "virials"),
 }
+REFERENCES = {name for names in NAMES.values() for name in names if name.lower().startswith(("ref", "dft"))}
 
 # What pmlip writes beside its predictions: such a structure may carry a prediction where a label would be.
 PER_ATOM = ("forces_uncertainty", "atom_uncertainty", "forces_interval")
@@ -81,7 +82,7 @@ def read_structures(
         for label, key in given.items():
             if key is None:
                 _refuse_second_name(label, names[label], structures)
-                _refuse_predictions(label, names[label], structures)
+        names = _without_predictions(names, given, structures)
         counts: Counter[str] = Counter()
         labelled = []
         for index, atoms in enumerate(structures):
@@ -193,18 +194,24 @@ def _refuse_second_name(label: str, name: str | None, structures: Sequence[Atoms
             )
 
 
-def _refuse_predictions(label: str, name: str | None, structures: Sequence[Atoms]) -> None:
-    """A structure with uncertainties may carry a prediction under a plain name."""
-    if name is None or "ref" in name.lower() or "dft" in name.lower():
-        return
-    for index, atoms in enumerate(structures):
-        if has_uncertainties(atoms) and name in _available([atoms]):
-            raise StructureError(
-                atoms,
-                index,
-                f"it carries uncertainties, so its {name!r} is probably a prediction; if it is a label, say so with "
-                f"--{label}-key {name}",
-            )
+def _without_predictions(
+    names: Mapping[str, str | None], given: Mapping[str, str | None], structures: Sequence[Atoms]
+) -> dict[str, str | None]:
+    """What has a plain name beside uncertainties is probably a prediction: it is no label, unless it was named."""
+    with_uncertainties = [index for index, atoms in enumerate(structures) if has_uncertainties(atoms)]
+    found = [label for label, name in names.items() if name]
+    plain = [label for label in found if given[label] is None and names[label] not in REFERENCES]
+    if not with_uncertainties or not plain:
+        return dict(names)
+    if plain == found:
+        index, label = with_uncertainties[0], plain[0]
+        raise StructureError(
+            structures[index],
+            index,
+            f"it carries uncertainties, so its {names[label]!r} is probably a prediction; if it is a label, say so "
+            f"with --{label}-key {names[label]}",
+        )
+    return {label: None if label in plain else name for label, name in names.items()}
 
 
 def has_uncertainties(atoms: Atoms) -> bool:
