@@ -4,6 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from ase import Atoms
+
+from pmlip.structures import fingerprint
 
 
 def chosen_device(given: str | None) -> str:
@@ -27,6 +30,11 @@ def check_new_file(path: Path) -> None:
     check_folder(path)
     if path.exists():
         raise ValueError(f"{path} exists already; remove it, or give another name")
+
+
+def name_of_structure(atoms: Atoms) -> str:
+    """What a run calls a structure it has seen: without labels, or --exclude would miss it when others are read."""
+    return fingerprint([atoms], labelled=False)[:16]
 
 
 def chosen(available: int, count: int | None, seed: int, path: Path) -> list[int]:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pmlip import model
-from pmlip.commands.checks import check_folder, chosen, chosen_device
+from pmlip.commands.checks import check_folder, chosen, chosen_device, name_of_structure
 from pmlip.evaluation import Evaluation, as_record, compare, evaluate
 from pmlip.files import write_json
 from pmlip.methods import Method
@@ -19,7 +19,7 @@ from pmlip.progress import counter, progress_bar
 from pmlip.reading import read_structures
 from pmlip.record import environment
 from pmlip.report import Judged, check_installed, write_report
-from pmlip.structures import fingerprint, in_file, require_labels
+from pmlip.structures import in_file, require_labels
 
 
 def run(
@@ -55,7 +55,7 @@ def run(
         if report is not None:
             with in_file(file):
                 require_labels(read, ["forces"])  # of every figure
-        new = [i for i, atoms in enumerate(read) if fingerprint([atoms], labelled=False)[:16] not in left_out]
+        new = [i for i, atoms in enumerate(read) if not left_out or name_of_structure(atoms) not in left_out]
         if not new:
             raise ValueError(f"{file}: the run in {exclude} has seen every structure of it")
         if exclude is not None:

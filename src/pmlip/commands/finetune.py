@@ -20,7 +20,7 @@ from pmlip import methods
 from pmlip.backbones import load_backbone
 from pmlip.chunks import FIXED_ATOMS
 from pmlip.commands.calibrate import calibrate_and_say
-from pmlip.commands.checks import chosen, chosen_device
+from pmlip.commands.checks import chosen, chosen_device, name_of_structure
 from pmlip.config import FinetuneConfig
 from pmlip.files import write_json
 from pmlip.methods.base import Method
@@ -28,7 +28,7 @@ from pmlip.progress import progress_bar, resumable
 from pmlip.reading import read_structures
 from pmlip.record import environment
 from pmlip.samples import STILL
-from pmlip.structures import check_labels, evenly, fingerprint, in_file, labels
+from pmlip.structures import check_labels, evenly, in_file, labels
 from pmlip.training import finetune, seconds_per_step
 
 FEWEST_FOR_CALIBRATION, MOST_FOR_CALIBRATION = 4, 64  # structures: below, one of them decides; above, it takes long
@@ -139,8 +139,7 @@ def run(
         _calibrate(trained, held_out, data, console)
     trained.save(out / "model.pt")
     summary = {"backbone": backbone, "method": method, "options": dict(options), **trained.record}
-    # without labels: --exclude must know them again when other labels are read
-    summary["seen"] = [fingerprint([atoms], labelled=False)[:16] for atoms in (*structures, *held_out)]
+    summary["seen"] = [name_of_structure(atoms) for atoms in (*structures, *held_out)]
     write_json(out / "summary.json", summary)
     console.print(f"{result.steps} steps in {result.seconds:.0f} s; the model is {out / 'model.pt'}")
     console.print(f"next: pmlip evaluate {out / 'model.pt'} TEST.extxyz --report report.html")
