@@ -91,21 +91,22 @@ def summary(results: Results) -> list[dict[str, Any]]:
             for name, (mean, std) in zip(PAPER_COLUMNS, published, strict=False):
                 row[f"paper_{name}"] = {"mean": mean / COLUMNS[name][1], "std": std / COLUMNS[name][1]}
         row["unseen"] = {
-            place: {
-                # not every seed has every score: of a constant there is no rank correlation
-                name: over_seeds([scores[name] for result in found if name in (scores := result["unseen"][place])])
-                for name in found[0]["unseen"][place]
-            }
-            for place in found[0]["unseen"]
+            place: _each_over_seeds([result["unseen"][place] for result in found]) for place in found[0]["unseen"]
         }
         for name in ("test_and_unseen", "test_and_unseen_three_samples"):
             if together := [result[name] for result in found if name in result]:
-                row[name] = {key: over_seeds([scores[key] for scores in together]) for key in together[0]}
+                row[name] = _each_over_seeds(together)
         for part in ("training", "prediction"):
             row[f"{part}_seconds"] = statistics.mean(result[part]["seconds"] for result in found)
             row[f"{part}_passes"] = statistics.mean(result[part]["passes"] for result in found)
         rows.append(row)
     return rows
+
+
+def _each_over_seeds(found: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Not every seed has every score: of a constant there is no rank correlation."""
+    names = dict.fromkeys(name for scores in found for name in scores)
+    return {name: over_seeds([scores[name] for scores in found if name in scores]) for name in names}
 
 
 def _form(row: dict[str, Any], forms: Forms, name: str) -> str:
