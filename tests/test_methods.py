@@ -112,8 +112,8 @@ def test_single_precision_stays_what_it_is(tmp_path):
     finetune(made, data[:8], valid=data[8:], config=CONFIG)
     made.save(tmp_path / "model.pt")
     loaded = pmlip.load(tmp_path / "model.pt", backbone=tiny_backbone(dtype=torch.float32))
-    assert torch.equal(loaded.predict(data).forces, made.predict(data).forces)
-    assert loaded.predict(data).forces.dtype == torch.float32
+    assert torch.equal(loaded.predict(data[:3]).forces, made.predict(data[:3]).forces)
+    assert loaded.predict(data[:3]).forces.dtype == torch.float32
 
 
 def test_structures_of_different_passes_have_different_noise():

@@ -55,8 +55,9 @@ def outputs_by_gradient(graph: Graph, energy: Callable[[Tensor], Tensor], like: 
     batch: Batch = graph.batch
 
     def at(positions: Tensor, cell: Tensor) -> Tensor:
-        images = (batch.image[:, None] @ cell[graph.rows["edge"]])[:, 0]
-        return energy((positions[batch.edge[:, 1]] - positions[batch.edge[:, 0]] + images).to(like.dtype))
+        images = (batch.image[:, None] @ cell.index_select(0, graph.rows["edge"]))[:, 0]
+        centre, neighbour = (positions.index_select(0, end) for end in batch.edge.unbind(1))
+        return energy((neighbour - centre + images).to(like.dtype))
 
     outputs = conservative_outputs(graph, positions=batch.positions, cell=batch.cell, volume=batch.volume, energy=at)
     return {name: value if name == "energy" else value.to(like.dtype) for name, value in outputs.items()}

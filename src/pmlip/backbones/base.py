@@ -146,15 +146,16 @@ def conservative_outputs(
     """Energies, and forces and stress as their gradients, each in the precision of the positions but the energy.
 
     energy(positions, cell) gives that of each system (system,) for positions (node, 3) and cells (system, 3, 3), which
-    are leaves of their own in every call. volume (system,) is NaN for a structure without a cell, and so is its stress
-    then. The outputs are part of the autograd graph only where gradients are enabled.
+    are leaves of their own in every call. It should take rows of them by index_select: the gradient of x[index] differs
+    in rounding from call to call where several threads add to a row. volume (system,) is NaN for a structure without a
+    cell, and so is its stress then. The outputs are part of the autograd graph only where gradients are enabled.
     """
     differentiable = torch.is_grad_enabled()
     with torch.enable_grad():
         positions = positions.detach().requires_grad_()
         strain = torch.zeros_like(cell).requires_grad_()
         deformation = torch.eye(3).to(strain) + strain
-        moved = (positions[:, None] @ deformation[graph.rows["node"]])[:, 0]
+        moved = (positions[:, None] @ deformation.index_select(0, graph.rows["node"]))[:, 0]
         total = energy(moved, cell @ deformation)
         gradient, virial = torch.autograd.grad(
             total.sum(), [positions, strain], create_graph=differentiable, materialize_grads=True

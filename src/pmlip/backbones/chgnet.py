@@ -241,12 +241,12 @@ class CHGNetBackbone(Backbone):
     def _energy(self, graph: Graph, positions: Tensor, cell: Tensor) -> Tensor:
         batch: Batch = graph.batch
         module = self.module
-        images = (batch.image[:, None] @ cell[graph.rows["edge"]])[:, 0]
+        images = (batch.image[:, None] @ cell.index_select(0, graph.rows["edge"]))[:, 0]
         # The encoder adds image @ lattice of a single structure; the images are in place already.
         none = images.new_zeros(1, 3)
         atom_bases, bond_bases, directions = module.bond_basis_expansion(
-            center=positions[batch.edge[:, 0]],
-            neighbor=positions[batch.edge[:, 1]] + images,
+            center=positions.index_select(0, batch.edge[:, 0]),
+            neighbor=positions.index_select(0, batch.edge[:, 1]) + images,
             undirected2directed=batch.edge_of_bond,
             image=none,
             lattice=none.expand(3, 3),
@@ -256,7 +256,9 @@ class CHGNetBackbone(Backbone):
                 atomic_numbers=batch.numbers,
                 bond_bases_ag=atom_bases,
                 bond_bases_bg=bond_bases,
-                angle_bases=module.angle_basis_expansion(directions[batch.angle[:, 2]], directions[batch.angle[:, 4]]),
+                angle_bases=module.angle_basis_expansion(
+                    directions.index_select(0, batch.angle[:, 2]), directions.index_select(0, batch.angle[:, 4])
+                ),
                 batched_atom_graph=batch.edge,
                 batched_bond_graph=batch.angle[:, [0, 1, 3]],
                 atom_owners=graph.rows["node"],

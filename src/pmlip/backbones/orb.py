@@ -172,8 +172,9 @@ class OrbBackbone(Backbone):
 
     def _energy_at(self, graph: Graph, positions: Tensor, cell: Tensor) -> Tensor:
         batch = graph.batch
-        images = (batch.edge_features["unit_shifts"][:, None] @ cell[graph.rows["edge"]])[:, 0]
-        vectors = positions[batch.receivers] - positions[batch.senders] + images
+        images = (batch.edge_features["unit_shifts"][:, None] @ cell.index_select(0, graph.rows["edge"]))[:, 0]
+        receivers, senders = (positions.index_select(0, end) for end in (batch.receivers, batch.senders))
+        vectors = receivers - senders + images
         moved = batch._replace(
             node_features={**batch.node_features, "positions": positions},
             edge_features={**batch.edge_features, "vectors": vectors},
