@@ -16,7 +16,7 @@ import pmlip
 from conftest import randomise_noise
 from pmlip import methods
 from pmlip.calculator import PMLIPCalculator, Recorder
-from pmlip.reading import PER_ATOM, PER_STRUCTURE
+from pmlip.reading import SPREADS_PER_ATOM, SPREADS_PER_STRUCTURE
 from pmlip.structures import fingerprint
 from tiny import tiny_backbone
 
@@ -169,7 +169,7 @@ def test_uncertainties_survive_the_file(model, tmp_path, form):
         assert len(frames) == 2
         found = {**frames[0].info, **frames[0].arrays}
         np.testing.assert_allclose(frames[0].get_forces(), expected.get_forces(), atol=1e-7)
-    for name in (*PER_ATOM, *PER_STRUCTURE):
+    for name in (*SPREADS_PER_ATOM, *SPREADS_PER_STRUCTURE):
         if name in expected.calc.results:
             np.testing.assert_allclose(found[name], expected.calc.results[name], atol=1e-7)
 

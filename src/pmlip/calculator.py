@@ -20,7 +20,7 @@ from ase.outputs import Properties, all_outputs
 from pmlip.methods.base import Method
 from pmlip.metrics import predictive_sigma
 from pmlip.model import load
-from pmlip.reading import PER_ATOM, PER_STRUCTURE, without_uncertainties
+from pmlip.reading import SPREADS_PER_ATOM, SPREADS_PER_STRUCTURE, without_uncertainties
 from pmlip.samples import Samples
 from pmlip.structures import electrons
 
@@ -135,7 +135,7 @@ class PMLIPCalculator(Calculator):
 
 
 def uncertainties(drawn: Samples, *, conformal: float | None = None) -> list[dict[str, Any]]:
-    """What the samples say of each structure, under the names in `PER_STRUCTURE` and `PER_ATOM`.
+    """What the samples say of each structure, under the names in `SPREADS_PER_STRUCTURE` and `SPREADS_PER_ATOM`.
 
     conformal: the factor that `pmlip.calibration` found for intervals of the forces.
     """
@@ -161,10 +161,10 @@ def uncertainties(drawn: Samples, *, conformal: float | None = None) -> list[dic
 def annotated(atoms: Atoms, results: Mapping[str, Any]) -> Atoms:
     """A copy with the properties ASE knows in a calculator, and these uncertainties alone in `info` and `arrays`."""
     carrier = without_uncertainties(atoms)
-    for name in PER_STRUCTURE:
+    for name in SPREADS_PER_STRUCTURE:
         if name in results:
             carrier.info[name] = results[name]
-    for name in PER_ATOM:
+    for name in SPREADS_PER_ATOM:
         if name in results:
             carrier.arrays[name] = results[name]
     known = {name: value for name, value in results.items() if name in all_properties}
@@ -203,14 +203,14 @@ def _write_traj(path: Path, atoms: Atoms) -> None:
 
 
 def _write_database(path: Path, atoms: Atoms) -> None:
-    pairs = {name: atoms.info[name] for name in PER_STRUCTURE if np.ndim(atoms.info.get(name, [])) == 0}
-    rest = {name: atoms.info[name] for name in PER_STRUCTURE if name in atoms.info and name not in pairs}
+    pairs = {name: atoms.info[name] for name in SPREADS_PER_STRUCTURE if np.ndim(atoms.info.get(name, [])) == 0}
+    rest = {name: atoms.info[name] for name in SPREADS_PER_STRUCTURE if name in atoms.info and name not in pairs}
     with ase.db.connect(path) as database:
         database.write(atoms, key_value_pairs=pairs, data=rest | _per_atom(atoms))
 
 
 def _per_atom(atoms: Atoms) -> dict[str, np.ndarray]:
-    return {name: atoms.arrays[name] for name in PER_ATOM if name in atoms.arrays}
+    return {name: atoms.arrays[name] for name in SPREADS_PER_ATOM if name in atoms.arrays}
 
 
 _WRITERS: dict[str, Callable[[Path, Atoms], None]] = {

@@ -28,8 +28,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 REFERENCES = {name for names in NAMES.values() for name in names if name.lower().startswith(("ref", "dft"))}
 
 # What pmlip writes beside its predictions: such a structure may carry a prediction where a label would be.
-PER_ATOM = ("forces_uncertainty", "atom_uncertainty", "forces_interval")
-PER_STRUCTURE = ("energy_uncertainty", "max_atom_uncertainty", "stress_uncertainty")
+SPREADS_PER_ATOM = ("forces_uncertainty", "atom_uncertainty", "forces_interval")
+SPREADS_PER_STRUCTURE = ("energy_uncertainty", "max_atom_uncertainty", "stress_uncertainty")
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def _without_predictions(
 
 
 def has_uncertainties(atoms: Atoms) -> bool:
-    return any(name in place for place in _places(atoms) for name in (*PER_ATOM, *PER_STRUCTURE))
+    return any(name in place for place in _places(atoms) for name in (*SPREADS_PER_ATOM, *SPREADS_PER_STRUCTURE))
 
 
 def without_uncertainties(atoms: Atoms) -> Atoms:
@@ -223,7 +223,7 @@ def without_uncertainties(atoms: Atoms) -> Atoms:
     bare = atoms.copy()
 
     def others(place: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in place.items() if name not in (*PER_ATOM, *PER_STRUCTURE)}
+        return {name: value for name, value in place.items() if name not in (*SPREADS_PER_ATOM, *SPREADS_PER_STRUCTURE)}
 
     bare.info = {name: others(value) if isinstance(value, dict) else value for name, value in others(bare.info).items()}
     bare.arrays = others(bare.arrays)
