@@ -74,7 +74,8 @@ def test_from_end_to_end(tmp_path):
     assert (tmp_path / "chgnet-small-ensemble-6-0.json").stat().st_mtime_ns == before
     again = json.loads((tmp_path / "chgnet-small-p-6-0.json").read_text())
     assert again["training"] == cell["training"]  # read from its file, seconds and all
-    assert again["test"] == pytest.approx(cell["test"], rel=1e-4, nan_ok=True)
+    for name in ("force_mae", "force_crps", "force_spread"):  # up to rounding, in which it shows how the work was cut
+        assert again["test"][name] == pytest.approx(cell["test"][name], rel=1e-3)
     assert not [file for file in (tmp_path / "weights").iterdir() if file.suffix != ".pt"]
     changed = [*arguments[:-6], "--samples", "5", "--out", tmp_path]
     other = invoke(*changed)

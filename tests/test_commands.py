@@ -154,7 +154,9 @@ def test_a_report_of_two_models_side_by_side(finetuned, tmp_path):
     inside, outside = (str(tmp_path / name / "test.extxyz") for name in ("a", "b"))
     assert {inside, outside, "compared"} <= record.keys()
     # up to rounding, in which it shows how the work was cut
-    assert record["compared"]["other"][inside]["forces"] == pytest.approx(record[inside]["forces"], rel=1e-3)
+    forces, of_other = record[inside]["forces"], record["compared"]["other"][inside]["forces"]
+    for name in ("mae", "crps", "spread", "ssr"):
+        assert of_other[name] == pytest.approx(forces[name], rel=1e-3)
     against, of_other = record[outside]["against"][inside], record["compared"]["other"][outside]["against"][inside]
     assert of_other == pytest.approx(against, rel=1e-3)
     text = (tmp_path / "report.html").read_text()
@@ -176,7 +178,7 @@ def test_two_processes_by_torchrun_give_what_one_gives(tmp_path):
         command = [sys.executable, *launcher, "-m", "pmlip", "finetune", str(SILICA), "--method", "deterministic"]
         command += ["--backbone-rate", "0.001", "--out", str(out), *SHORT]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, env=environment, capture_output=True, timeout=180)
+        subprocess.run(command, check=True, env=environment, capture_output=True, timeout=600)
         ends.append(pmlip.load(out / "model.pt").predict(structures).forces)
     before, one, two = ends
     assert float((two - one).abs().max()) < 0.05 * float((one - before).abs().max())

@@ -70,7 +70,7 @@ class TestEveryMethod:
     def test_samples_repeat_for_a_seed_and_have_a_spread(self, method):
         made, data = method
         count = made.fixed_samples or 5
-        once, again = (made.sample(data[:3], samples=count, seed=2) for _ in range(2))
+        once, again = (made.sample(data[:2], samples=count, seed=2) for _ in range(2))  # one pass
         for output, value in once.items():
             assert value.shape[0] == count
             assert torch.equal(value, again[output])
