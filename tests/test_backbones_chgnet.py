@@ -51,9 +51,9 @@ def test_layers_that_work_in_parts_give_what_those_of_the_package_give(backbone)
         np.testing.assert_allclose(ours.stress[0], given.get_stress(), atol=1e-5)
 
 
-def test_the_same_structures_give_the_very_same_numbers_again(backbone):
-    """Also with several threads, and where there is enough to share among them."""
-    graph = backbone.graph(sorted(pmlip.datasets.silica_pbe("train"), key=len)[-12:])
+def test_the_same_structure_gives_the_very_same_numbers_again(backbone):
+    """Also where several threads add to the gradient of one cell."""
+    graph = backbone.graph([pmlip.datasets.silica_pbe("train")[0].repeat((3, 2, 2))])
     with torch.no_grad():
         first, *others = (backbone(graph) for _ in range(4))
     assert all(torch.equal(other[name], value) for other in others for name, value in first.items())
