@@ -10,7 +10,7 @@ from ase.data import chemical_symbols
 from matscipy.neighbours import neighbour_list
 from torch import Tensor
 
-from pmlip.backbones.base import Graph, conservative_outputs
+from pmlip.backbones.base import Graph, conservative_outputs, times_own
 from pmlip.structures import StructureError
 
 
@@ -55,7 +55,7 @@ def outputs_by_gradient(graph: Graph, energy: Callable[[Tensor], Tensor], like: 
     batch: Batch = graph.batch
 
     def at(positions: Tensor, cell: Tensor) -> Tensor:
-        images = (batch.image[:, None] @ cell.index_select(0, graph.rows["edge"]))[:, 0]
+        images = times_own(batch.image, cell, graph.rows["edge"])
         centre, neighbour = (positions.index_select(0, end) for end in batch.edge.unbind(1))
         return energy((neighbour - centre + images).to(like.dtype))
 

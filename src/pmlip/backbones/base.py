@@ -155,7 +155,7 @@ def conservative_outputs(
         positions = positions.detach().requires_grad_()
         strain = torch.zeros_like(cell).requires_grad_()
         deformation = torch.eye(3).to(strain) + strain
-        moved = (positions[:, None] @ deformation.index_select(0, graph.rows["node"]))[:, 0]
+        moved = times_own(positions, deformation, graph.rows["node"])
         total = energy(moved, cell @ deformation)
         gradient, virial = torch.autograd.grad(
             total.sum(), [positions, strain], create_graph=differentiable, materialize_grads=True
@@ -166,6 +166,11 @@ def conservative_outputs(
         voigt = voigt.masked_fill(volume.isnan()[:, None], torch.nan)
     outputs = {"energy": total, "forces": -gradient, "stress": voigt}
     return outputs if differentiable else {name: value.detach() for name, value in outputs.items()}
+
+
+def times_own(rows: Tensor, matrices: Tensor, system: Tensor) -> Tensor:
+    """Each row (row, 3) times the matrix of its system, out of (system, 3, 3)."""
+    return (rows[:, None] @ matrices.index_select(0, system))[:, 0]
 
 
 def distance_features(distances: Tensor, largest: float, count: int = 16) -> Tensor:

@@ -18,7 +18,7 @@ from ase import Atoms
 from ase.calculators.calculator import Calculator
 from torch import Tensor, nn
 
-from pmlip.backbones.base import Backbone, Graph, conservative_outputs, distance_features
+from pmlip.backbones.base import Backbone, Graph, conservative_outputs, distance_features, times_own
 from pmlip.files import atomic_write
 from pmlip.gathered import Gathered, GatheredLinear, gathered
 from pmlip.injection import Site
@@ -215,7 +215,7 @@ class CHGNetBackbone(Backbone):
 
     def row_features(self, graph: Graph) -> dict[str, Tensor]:
         batch: Batch = graph.batch
-        images = (batch.image[:, None] @ batch.cell[graph.rows["edge"]])[:, 0]
+        images = times_own(batch.image, batch.cell, graph.rows["edge"])
         vectors = batch.positions[batch.edge[:, 1]] + images - batch.positions[batch.edge[:, 0]]
         distances = vectors.norm(dim=-1)
         first, second = batch.angle[:, 2], batch.angle[:, 4]
@@ -241,7 +241,7 @@ class CHGNetBackbone(Backbone):
     def _energy(self, graph: Graph, positions: Tensor, cell: Tensor) -> Tensor:
         batch: Batch = graph.batch
         module = self.module
-        images = (batch.image[:, None] @ cell.index_select(0, graph.rows["edge"]))[:, 0]
+        images = times_own(batch.image, cell, graph.rows["edge"])
         # The encoder adds image @ lattice of a single structure; the images are in place already.
         none = images.new_zeros(1, 3)
         atom_bases, bond_bases, directions = module.bond_basis_expansion(

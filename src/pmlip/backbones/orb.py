@@ -17,7 +17,7 @@ from ase import Atoms
 from ase.calculators.calculator import Calculator
 from torch import Tensor, nn
 
-from pmlip.backbones.base import Backbone, Graph, conservative_outputs, distance_features
+from pmlip.backbones.base import Backbone, Graph, conservative_outputs, distance_features, times_own
 from pmlip.files import atomic_write
 from pmlip.gathered import GatheredLinear, gathered
 from pmlip.hints import first_reason
@@ -172,7 +172,7 @@ class OrbBackbone(Backbone):
 
     def _energy_at(self, graph: Graph, positions: Tensor, cell: Tensor) -> Tensor:
         batch = graph.batch
-        images = (batch.edge_features["unit_shifts"][:, None] @ cell.index_select(0, graph.rows["edge"]))[:, 0]
+        images = times_own(batch.edge_features["unit_shifts"], cell, graph.rows["edge"])
         receivers, senders = (positions.index_select(0, end) for end in (batch.receivers, batch.senders))
         vectors = receivers - senders + images
         moved = batch._replace(
