@@ -21,7 +21,7 @@ test: $(INSTALLED)
 
 # the adapter's tests first: mace must be imported before e3nn
 test-sevenn test-mace: test-%: .venv-%/installed
-	.venv-$*/bin/pytest tests/test_backbones_$*.py tests/test_backbones.py tests/test_injection.py
+	.venv-$*/bin/pytest tests/backbones/test_$*.py tests/backbones/test_backbones.py tests/noise/test_injection.py
 
 bench: $(INSTALLED)
 	$(BIN)/pmlip bench speed --out benchmarks/results/speed

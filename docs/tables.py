@@ -10,9 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pmlip.benchmark import nbody_tables, silica_tables, speed_tables, symmetry
-from pmlip.benchmark.publish import Results
-from pmlip.benchmark.runner import read_cells
+from pmlip_bench import speed_tables, symmetry
+from pmlip_bench.nbody import tables as nbody_tables
+from pmlip_bench.publish import Results
+from pmlip_bench.runner import read_cells
+from pmlip_bench.silica import tables as silica_tables
 
 PROJECT = Path(__file__).parents[1]
 RESULTS = PROJECT / "benchmarks" / "results"

@@ -5,8 +5,8 @@ import hypothesis
 import pytest
 import torch
 
-from pmlip.injection import noisy_layers
-from pmlip.model import Potential
+from pmlip.methods.p import Potential
+from pmlip.noise.injection import noisy_layers
 
 # A timing must not decide a test, and a run must not depend on luck.
 hypothesis.settings.register_profile("pmlip", deadline=None, derandomize=True)

@@ -15,7 +15,7 @@ from ase.calculators.singlepoint import SinglePointCalculator
 import pmlip
 from conftest import randomise_noise
 from pmlip import losses
-from pmlip.structures import system_index
+from pmlip.structures.atoms import system_index
 
 
 def rotation(seed=0):

@@ -2,7 +2,7 @@ import ase.db
 import numpy as np
 import pytest
 import torch
-from ase import Atoms, units
+from ase import units
 from ase.calculators.calculator import PropertyNotImplementedError
 from ase.constraints import FixAtoms
 from ase.filters import FrechetCellFilter
@@ -14,13 +14,12 @@ from ase.optimize import BFGS, FIRE
 
 import pmlip
 from conftest import randomise_noise
+from molecules import WATER
 from pmlip import methods
 from pmlip.calculator import PMLIPCalculator, Recorder
-from pmlip.reading import SPREADS_PER_ATOM, SPREADS_PER_STRUCTURE
-from pmlip.structures import fingerprint
+from pmlip.structures.annotations import SPREADS_PER_ATOM, SPREADS_PER_STRUCTURE
+from pmlip.structures.labels import fingerprint
 from tiny import tiny_backbone
-
-WATER = Atoms("OH2", [[0, 0, 0], [0, 0.76, 0.59], [0, -0.76, 0.59]])
 
 
 @pytest.fixture

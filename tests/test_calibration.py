@@ -7,10 +7,11 @@ from ase.calculators.singlepoint import SinglePointCalculator
 import pmlip
 from conftest import randomise_noise
 from pmlip import methods
-from pmlip.calibration import best_factor, calibrate, conformal_factor
-from pmlip.config import FinetuneConfig
+from pmlip.calibration import calibrate
 from pmlip.scores import fair_crps
-from pmlip.training import finetune
+from pmlip.spread_fit import best_factor, conformal_factor
+from pmlip.training.config import FinetuneConfig
+from pmlip.training.finetuning import finetune
 from tiny import tiny_backbone
 
 

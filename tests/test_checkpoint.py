@@ -7,7 +7,7 @@ from torch import nn
 import pmlip
 from conftest import randomise_noise
 from pmlip import checkpoint, methods
-from pmlip.injection import vanish_with_input
+from pmlip.noise.injection import vanish_with_input
 from tiny import tiny_backbone
 
 STORED = Path(__file__).parent / "checkpoints"

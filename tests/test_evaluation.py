@@ -6,11 +6,11 @@ from ase.calculators.singlepoint import SinglePointCalculator
 
 import pmlip
 from conftest import randomise_noise
+from molecules import molecules
 from pmlip import metrics, scores
 from pmlip.evaluation import as_record, compare, evaluate, rank_together
 from pmlip.methods.deterministic import Deterministic
-from pmlip.structures import labels
-from test_training import molecules
+from pmlip.structures.labels import labels
 from tiny import tiny_backbone
 
 

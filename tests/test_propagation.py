@@ -3,8 +3,8 @@ import pytest
 
 import pmlip
 from conftest import randomise_noise
+from molecules import WATER
 from pmlip import methods
-from test_calculator import WATER
 from tiny import tiny_backbone
 
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pmlip.benchmark.speed import double_sum
 from pmlip.scores import almost_fair_crps, energy_score, fair_crps, fair_crps_of_scaled, standard_crps
+from pmlip_bench.speed import double_sum
 
 # few different values, so that ties among samples and with the target are common
 NUMBERS = st.one_of(st.sampled_from([-1.0, 0.0, 0.5, 2.0]), st.floats(-1e3, 1e3, width=32))

@@ -5,8 +5,8 @@ from ase.calculators.calculator import Calculator, all_changes
 from torch import nn
 
 from pmlip.backbones.base import Backbone, Graph
-from pmlip.injection import Site
-from pmlip.structures import system_index
+from pmlip.noise.injection import Site
+from pmlip.structures.atoms import system_index
 
 CUTOFF = 4.0
 

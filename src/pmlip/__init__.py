@@ -1,33 +1,72 @@
 """pmlip makes any machine-learning interatomic potential tell how sure it is.
 
-Noise enters at the first linear layer of each message and update MLP, the model is trained with the fair CRPS,
-and every prediction comes as K samples. To read the code, follow the flow of the data:
+Noise enters at the first linear layer of each message and update MLP, the model is trained with the fair CRPS, and
+every prediction comes as K samples. To read the code, follow the flow of the data:
 
-    datasets, reading -> structures -> backbones -> noise -> injection -> model (chunks, parabola, response, checkpoint)
-        -> samples -> scores -> losses -> training (config, preparation, references, objective, optimisation, runstate)
-        | metrics -> evaluation | calculator, propagation
+    structures -> backbones -> noise -> perturbed -> methods -> samples -> scores -> losses -> training
+        -> calibration | metrics -> evaluation -> report | prediction, calculator, propagation | cli
+
+Importing pmlip imports nothing else: each public name is imported when it is first used.
 """
 
 import importlib
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from pmlip import datasets, losses, metrics, noise, scores
-from pmlip.backbones import load_backbone
-from pmlip.calculator import PMLIPCalculator, Recorder
-from pmlip.calibration import calibrate
-from pmlip.checkpoint import CheckpointError
-from pmlip.config import FinetuneConfig
-from pmlip.evaluation import evaluate
-from pmlip.injection import Site
-from pmlip.methods.blip import BLIP
-from pmlip.methods.ensemble import Ensemble
-from pmlip.methods.mc_dropout import MCDropout
-from pmlip.model import Perturbed, Potential, load, perturb
-from pmlip.propagation import propagate
-from pmlip.reading import read_structures
-from pmlip.samples import Outputs, Samples
-from pmlip.structures import labels
-from pmlip.training import finetune
+if TYPE_CHECKING:
+    from pmlip import datasets, losses, metrics, nbody, noise, report, scores, torchsim
+    from pmlip.backbones import load_backbone
+    from pmlip.calculator import PMLIPCalculator, Recorder
+    from pmlip.calibration import calibrate
+    from pmlip.errors import CheckpointError
+    from pmlip.evaluation import evaluate
+    from pmlip.loading import load
+    from pmlip.methods.blip import BLIP
+    from pmlip.methods.ensemble import Ensemble
+    from pmlip.methods.mc_dropout import MCDropout
+    from pmlip.methods.p import Potential, perturb
+    from pmlip.noise.injection import Site
+    from pmlip.perturbed import Perturbed
+    from pmlip.propagation import propagate
+    from pmlip.samples import Outputs, Samples
+    from pmlip.structures.files import read_structures
+    from pmlip.structures.labels import labels
+    from pmlip.training.config import FinetuneConfig
+    from pmlip.training.finetuning import finetune
+
+    __version__: str
+
+# public name -> module it lives in; None: it is a module itself
+_MODULES: dict[str, str | None] = {
+    "BLIP": "pmlip.methods.blip",
+    "CheckpointError": "pmlip.errors",
+    "Ensemble": "pmlip.methods.ensemble",
+    "FinetuneConfig": "pmlip.training.config",
+    "MCDropout": "pmlip.methods.mc_dropout",
+    "Outputs": "pmlip.samples",
+    "PMLIPCalculator": "pmlip.calculator",
+    "Perturbed": "pmlip.perturbed",
+    "Potential": "pmlip.methods.p",
+    "Recorder": "pmlip.calculator",
+    "Samples": "pmlip.samples",
+    "Site": "pmlip.noise.injection",
+    "calibrate": "pmlip.calibration",
+    "datasets": None,
+    "evaluate": "pmlip.evaluation",
+    "finetune": "pmlip.training.finetuning",
+    "labels": "pmlip.structures.labels",
+    "load": "pmlip.loading",
+    "load_backbone": "pmlip.backbones",
+    "losses": None,
+    "metrics": None,
+    "nbody": None,
+    "noise": None,
+    "perturb": "pmlip.methods.p",
+    "propagate": "pmlip.propagation",
+    "read_structures": "pmlip.structures.files",
+    "report": None,
+    "scores": None,
+    "torchsim": None,
+}
 
 __all__ = [
     "BLIP",
@@ -61,10 +100,19 @@ __all__ = [
     "torchsim",
 ]
 
-_WHEN_ASKED = ("nbody", "report", "torchsim")  # they import what most programs do not need
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("pmlip")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'pmlip' has no attribute {name!r}")
+    module = _MODULES[name]
+    found = (
+        importlib.import_module(f"pmlip.{name}") if module is None else getattr(importlib.import_module(module), name)
+    )
+    globals()[name] = found
+    return found
 
 
-def __getattr__(name: str) -> ModuleType:
-    if name in _WHEN_ASKED:
-        return importlib.import_module(f"pmlip.{name}")
-    raise AttributeError(f"module 'pmlip' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

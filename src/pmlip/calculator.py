@@ -4,25 +4,24 @@ atoms.calc = PMLIPCalculator(model, samples=16)
 atoms.get_forces(); atoms.calc.results["forces_uncertainty"]
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import ase.db
 import numpy as np
 from ase import Atoms
-from ase.calculators.calculator import Calculator, all_changes, all_properties
-from ase.calculators.singlepoint import SinglePointCalculator
+from ase.calculators.calculator import Calculator, all_changes
 from ase.io import write
 from ase.io.trajectory import Trajectory
 from ase.outputs import Properties, all_outputs
 
+from pmlip.loading import load
 from pmlip.methods.base import Method
 from pmlip.metrics import predictive_sigma
-from pmlip.model import load
-from pmlip.reading import SPREADS_PER_ATOM, SPREADS_PER_STRUCTURE, without_uncertainties
 from pmlip.samples import Samples
-from pmlip.structures import electrons
+from pmlip.structures.annotations import SPREADS_PER_ATOM, SPREADS_PER_STRUCTURE, annotated
+from pmlip.structures.atoms import electrons
 
 POINTS = ("mean", "zero")
 
@@ -156,20 +155,6 @@ def uncertainties(drawn: Samples, *, conformal: float | None = None) -> list[dic
             own["forces_interval"] = conformal * predictive_sigma(forces, drawn.count)
         found.append(own)
     return found
-
-
-def annotated(atoms: Atoms, results: Mapping[str, Any]) -> Atoms:
-    """A copy with the properties ASE knows in a calculator, and these uncertainties alone in `info` and `arrays`."""
-    carrier = without_uncertainties(atoms)
-    for name in SPREADS_PER_STRUCTURE:
-        if name in results:
-            carrier.info[name] = results[name]
-    for name in SPREADS_PER_ATOM:
-        if name in results:
-            carrier.arrays[name] = results[name]
-    known = {name: value for name, value in results.items() if name in all_properties}
-    carrier.calc = SinglePointCalculator(carrier, **known)
-    return carrier
 
 
 class Recorder:

@@ -4,22 +4,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-import numpy as np
 import torch
 from ase import Atoms
-from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from pmlip import metrics
 from pmlip.methods.base import Method, Progress
 from pmlip.samples import STILL, Outputs, Samples
 from pmlip.scores import fair_crps
-from pmlip.structures import as_structures, labels, require_labels
+from pmlip.spread_fit import LEVEL, SMALLEST, best_factor, check_count, check_level, conformal_factor
+from pmlip.structures.atoms import as_structures
+from pmlip.structures.labels import labels, require_labels
 
 ROUNDS = 5  # of fitting and scaling, at most
-SMALLEST = 0.02  # no factor is smaller
 CLOSE = 0.01  # a factor this near to 1 changes nothing
-LEVEL = 0.95
 
 
 @dataclass(frozen=True)
@@ -35,50 +33,6 @@ class Calibration:
     samples: int  # the intervals are for this number of them
     seed: int
     shift: float  # eV per atom, added to all energies: their mean stays where it was
-
-
-def best_factor(samples: Tensor, target: Tensor) -> float:
-    """The factor f with the smallest CRPS of mean + f (sample - mean); samples (sample, ...), at least 3 of them.
-
-    The mean of K samples is not the true one: it is off by spread / sqrt(K), and nearer to the samples. For a normal
-    law the square of the factor about the true mean is (1 - 1/K)(1 - 2/K) f^2 - 1/K, which is what is returned.
-    """
-    count = len(samples)
-    _check_count(count)
-    mean = samples.mean(0)
-    around = samples - mean
-
-    def crps(log_factor: float) -> float:
-        return float(fair_crps(mean + float(np.exp(log_factor)) * around, target).mean())
-
-    fitted = float(np.exp(minimize_scalar(crps, bounds=(-4, 4), method="bounded").x))
-    return math.sqrt(max((1 - 1 / count) * (1 - 2 / count) * fitted**2 - 1 / count, SMALLEST**2))
-
-
-def conformal_factor(scores: np.ndarray, system: np.ndarray, *, level: float = LEVEL) -> float | None:
-    """q such that the score of an entry of a new structure is at most q with this probability, whatever the model.
-
-    scores (entry,), such as |error| / sigma, of structures that are exchangeable with the new one; the entries of one
-    structure may depend on each other. Each structure has weight 1 / (n + 1), spread over its entries, and the new one
-    the last (Lee, Barber and Willett 2023). None: the level needs more structures than there are.
-    """
-    _check_level(level)
-    _, place, counts = np.unique(system, return_inverse=True, return_counts=True)
-    order = np.argsort(scores)
-    reached = np.cumsum(1 / counts[place[order]]) / (len(counts) + 1)
-    # sums of fractions miss a level they reach exactly by a rounding error
-    position = int(np.searchsorted(reached, level - 1e-12))
-    return float(scores[order[position]]) if position < len(scores) else None
-
-
-def _check_count(samples: int) -> None:
-    if samples < 3:
-        raise ValueError(f"to fit a factor, at least 3 samples are needed, got samples={samples}")
-
-
-def _check_level(level: float) -> None:
-    if not 0 < level < 1:
-        raise ValueError(f"the level of an interval lies between 0 and 1, got {level}")
 
 
 @dataclass(frozen=True)
@@ -125,8 +79,8 @@ def calibrate(
     """
     listed = as_structures(valid)
     count = model.spread_samples(samples)
-    _check_count(count)
-    _check_level(level)
+    check_count(count)
+    check_level(level)
     require_labels(listed, ["forces"])
     model.scale_spread(1.0)  # refuses now what cannot be scaled
     target = labels(listed).forces

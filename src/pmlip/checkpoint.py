@@ -12,15 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pmlip import runstate
+from pmlip.atomic_files import atomic_write
 from pmlip.backbones import Backbone, load_backbone, weights_hash
-from pmlip.files import atomic_write
+from pmlip.errors import CheckpointError
+from pmlip.training import run_state
 
 FORMAT_VERSION = 3  # 2: potentials have an energy_zero, 3: and an energy_curvature
-
-
-class CheckpointError(ValueError):
-    """A file that cannot be used, and why."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ def read(path: str | Path) -> Checkpoint:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises a different type for every way a file can be broken
         raise CheckpointError(f"{path} is damaged or was not written by pmlip") from error
-    if isinstance(content, dict) and content.get("format") == runstate.FORMAT:
+    if isinstance(content, dict) and content.get("format") == run_state.FORMAT:
         raise CheckpointError(f"{path} is the state of a run, not a model; the finished model is model.pt beside it")
     if not isinstance(content, dict) or content.get("format") != "pmlip":
         raise CheckpointError(f"{path} was not written by pmlip")

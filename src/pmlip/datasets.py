@@ -15,9 +15,10 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import read
 from ase.units import kcal, mol
 
-from pmlip.hints import did_you_mean
-from pmlip.reading import read_structures
-from pmlip.structures import in_file, labels, require_labels
+from pmlip.errors import did_you_mean
+from pmlip.structures.atoms import in_file
+from pmlip.structures.files import read_structures
+from pmlip.structures.labels import labels, require_labels
 
 SILICA_PBE_PARTS = ("train", "valid", "test", "hot", "strained", "polymorph", "eos")
 UNSEEN_SILICA_PBE = ("hot", "strained", "polymorph")  # out of distribution

@@ -14,7 +14,9 @@ from ase import Atoms
 from pmlip import metrics, scores
 from pmlip.methods.base import Method, Progress
 from pmlip.samples import STILL, Outputs, Samples, mean_per_system
-from pmlip.structures import LABELS, as_structures, labels
+from pmlip.structures import LABELS
+from pmlip.structures.atoms import as_structures
+from pmlip.structures.labels import labels
 
 
 @dataclass(frozen=True)

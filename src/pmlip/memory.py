@@ -3,6 +3,8 @@
 import ctypes
 import platform
 
+import torch
+
 TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4  # names and numbers of glibc's malloc.h
 
 
@@ -18,3 +20,9 @@ def keep_freed_memory() -> None:
     # large blocks from the heap too, which never shrinks and grows by 64 MB
     for name, value in ((MMAP_MAX, 0), (TRIM_THRESHOLD, -1), (TOP_PAD, 64 * 2**20)):
         libc.mallopt(name, value)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether torch or Python ran out of memory."""
+    # on a CPU torch raises a plain RuntimeError, and only its text tells
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -12,11 +12,12 @@ from ase import Atoms
 from ase.io import read, write
 from ase.outputs import all_outputs
 
-from pmlip.calculator import annotated, uncertainties
-from pmlip.files import write_json
+from pmlip.atomic_files import write_json
+from pmlip.calculator import uncertainties
 from pmlip.methods.base import Method
-from pmlip.reading import check_file, has_uncertainties, iterate, without_uncertainties
-from pmlip.structures import StructureError, as_structures
+from pmlip.structures.annotations import annotated, has_uncertainties, without_uncertainties
+from pmlip.structures.atoms import StructureError, as_structures
+from pmlip.structures.files import check_file, iterate
 
 BATCH = 64  # structures between two writes
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from ase.calculators.calculator import Calculator
 
+from pmlip.loading import load
 from pmlip.methods.base import Method
-from pmlip.model import load
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.special import erf
 from torch import Tensor
 
 
@@ -73,6 +74,14 @@ def energy_score(samples: Tensor, target: Tensor, *, norm: float = 2, fairness: 
     for first in range(count - 1):
         pairs = pairs + torch.linalg.vector_norm(samples[first + 1 :] - samples[first], ord=norm, dim=-1).sum(0)
     return distance - _spread_factor(count, fairness) * pairs
+
+
+def gaussian_crps(errors: np.ndarray, widths: np.ndarray) -> np.ndarray:
+    """CRPS of N(0, width^2) at each error (Gneiting 2005)."""
+    z = errors / np.maximum(widths, 1e-12)
+    density = np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)
+    crps: np.ndarray = widths * (z * erf(z / np.sqrt(2)) + 2 * density - 1 / np.sqrt(np.pi))
+    return crps
 
 
 def _check(samples: Tensor, target: Tensor) -> None:

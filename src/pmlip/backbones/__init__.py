@@ -14,7 +14,7 @@ __all__ = ["Backbone", "Graph", "available", "load_backbone", "weights_hash"]
 
 def available() -> list[str]:
     """The names of the backbones there are adapters for, whether or not their packages are installed."""
-    return [module.name for module in pkgutil.iter_modules(__path__) if module.name != "base"]
+    return [module.name for module in pkgutil.iter_modules(__path__) if module.name != "base" and module.name[0] != "_"]
 
 
 def load_backbone(

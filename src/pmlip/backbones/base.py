@@ -12,8 +12,8 @@ from ase import Atoms
 from ase.calculators.calculator import Calculator
 from torch import Tensor, nn
 
-from pmlip.injection import Site
-from pmlip.structures import StructureError
+from pmlip.noise.injection import Site
+from pmlip.structures.atoms import StructureError
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from ase import Atoms
 from ase.calculators.calculator import Calculator
 from torch import Tensor, nn
 
+from pmlip.atomic_files import atomic_write
 from pmlip.backbones.base import Backbone, Graph, conservative_outputs, distance_features, times_own
-from pmlip.files import atomic_write
-from pmlip.gathered import Gathered, GatheredLinear, gathered
-from pmlip.injection import Site
-from pmlip.layers import become
-from pmlip.structures import StructureError
+from pmlip.noise.injection import Site
+from pmlip.noise.layer_classes import become
+from pmlip.noise.split_linear import Gathered, GatheredLinear, gathered
+from pmlip.structures.atoms import StructureError
 
 try:
     from chgnet.graph import CrystalGraphConverter

@@ -14,15 +14,15 @@ from ase import Atoms
 from ase.calculators.calculator import Calculator
 from torch import Tensor, nn
 
+from pmlip.atomic_files import atomic_write
 from pmlip.backbones.base import Backbone, Graph
-from pmlip.files import atomic_write
-from pmlip.injection import Site
+from pmlip.noise.injection import Site
 
 try:
     from mace.calculators import MACECalculator
     from mace.modules import MACE, ScaleShiftMACE
 
-    from pmlip.neighbours import Batch, build_graph, outputs_by_gradient, repeat_graph
+    from pmlip.backbones._neighbours import Batch, build_graph, outputs_by_gradient, repeat_graph
 except ImportError as error:
     raise ImportError("backbone 'mace' needs: pip install 'pmlip[mace]'") from error
 

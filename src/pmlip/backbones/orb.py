@@ -17,13 +17,13 @@ from ase import Atoms
 from ase.calculators.calculator import Calculator
 from torch import Tensor, nn
 
+from pmlip.atomic_files import atomic_write
 from pmlip.backbones.base import Backbone, Graph, conservative_outputs, distance_features, times_own
-from pmlip.files import atomic_write
-from pmlip.gathered import GatheredLinear, gathered
-from pmlip.hints import first_reason
-from pmlip.injection import Site
-from pmlip.layers import become
-from pmlip.structures import StructureError
+from pmlip.errors import first_reason
+from pmlip.noise.injection import Site
+from pmlip.noise.layer_classes import become
+from pmlip.noise.split_linear import GatheredLinear, gathered
+from pmlip.structures.atoms import StructureError
 
 try:
     from orb_models.forcefield.atomic_system import ase_atoms_to_atom_graphs

@@ -16,9 +16,9 @@ from ase import Atoms
 from ase.calculators.calculator import Calculator
 from torch import Tensor, nn
 
+from pmlip.atomic_files import atomic_write
 from pmlip.backbones.base import Backbone, Graph
-from pmlip.files import atomic_write
-from pmlip.injection import Site
+from pmlip.noise.injection import Site
 
 try:
     import sevenn
@@ -29,7 +29,7 @@ try:
     from sevenn.nn.scale import Rescale
     from sevenn.nn.sequential import AtomGraphSequential
 
-    from pmlip.neighbours import Batch, build_graph, outputs_by_gradient, repeat_graph
+    from pmlip.backbones._neighbours import Batch, build_graph, outputs_by_gradient, repeat_graph
 except ImportError as error:
     raise ImportError("backbone 'sevenn' needs: pip install 'pmlip[sevenn]'") from error
 

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from pmlip.cli.bench import bench
 from pmlip.cli.options import (
     AsJson,
     Device,
@@ -21,8 +20,9 @@ from pmlip.cli.options import (
     options_of,
     print_json,
 )
-from pmlip.config import FinetuneConfig
 from pmlip.memory import keep_freed_memory
+from pmlip.training.config import FinetuneConfig
+from pmlip_bench.cli import bench
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -50,7 +50,7 @@ def demo(
 
     Example: pmlip demo --steps 100
     """
-    from pmlip.demo import run
+    from pmlip.cli.demo import run
 
     with one_sentence():
         record = run(out, steps=steps, seed=seed, console=Console(quiet=as_json))
@@ -93,7 +93,7 @@ def finetune(
 
     Example: pmlip finetune silica.extxyz --backbone chgnet --epochs 20 --out p-chgnet
     """
-    from pmlip.commands.finetune import run
+    from pmlip.cli.finetune import run
 
     with one_sentence():
         keys = {"energy_key": energy_key, "forces_key": forces_key, "stress_key": stress_key}
@@ -157,7 +157,7 @@ def evaluate(
 
     Example: pmlip evaluate p-chgnet/model.pt test.extxyz --samples 32 --report report.html
     """
-    from pmlip.commands.evaluate import run
+    from pmlip.cli.evaluate import run
 
     with one_sentence():
         record = run(
@@ -200,7 +200,7 @@ def predict(
 
     Example: pmlip predict p-chgnet/model.pt structures.extxyz --samples 16 --out predictions.extxyz
     """
-    from pmlip.commands.predict import run
+    from pmlip.cli.predict import run
 
     with one_sentence():
         console = Console(quiet=as_json)
@@ -240,7 +240,7 @@ def calibrate(
 
     Example: pmlip calibrate p-chgnet/model.pt valid.extxyz --out p-chgnet/calibrated.pt
     """
-    from pmlip.commands.calibrate import run
+    from pmlip.cli.calibrate import run
 
     with one_sentence():
         record = run(
@@ -276,7 +276,7 @@ def fold(
 
     Example: pmlip fold p-chgnet/model.pt --sample 3 --out sample-3.pth.tar
     """
-    from pmlip.commands.fold import run
+    from pmlip.cli.fold import run
 
     with one_sentence():
         console = Console(quiet=as_json)
@@ -290,7 +290,7 @@ def info(model: Model, as_json: AsJson = False) -> None:
 
     Example: pmlip info p-chgnet/model.pt
     """
-    from pmlip.commands.info import run
+    from pmlip.cli.info import run
 
     with one_sentence():
         record = run(model, console=Console(quiet=as_json))

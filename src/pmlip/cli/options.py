@@ -12,8 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pmlip.benchmark.runner import CellError
-from pmlip.hints import did_you_mean
+from pmlip.errors import RunFailedError, did_you_mean
 
 FAILED, BAD_INPUT = 1, 2
 
@@ -94,6 +93,6 @@ def one_sentence() -> Iterator[None]:
     except (ValueError, FileNotFoundError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(BAD_INPUT) from error
-    except (ImportError, OSError, MemoryError, FloatingPointError, CellError) as error:
+    except (ImportError, OSError, MemoryError, FloatingPointError, RunFailedError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(FAILED) from error

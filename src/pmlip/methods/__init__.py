@@ -6,17 +6,19 @@ import pkgutil
 from typing import Any
 
 from pmlip.backbones.base import Backbone
-from pmlip.hints import did_you_mean
+from pmlip.errors import did_you_mean
 from pmlip.methods.base import Method
 
 __all__ = ["Method", "available", "check", "make"]
 
-_PARTS = ("base", "gaussian")  # what several methods share
-
 
 def available() -> list[str]:
     """The names of all methods."""
-    return [module.name.replace("_", "-") for module in pkgutil.iter_modules(__path__) if module.name not in _PARTS]
+    return [module.name.replace("_", "-") for module in pkgutil.iter_modules(__path__) if _is_method(module.name)]
+
+
+def _is_method(module: str) -> bool:
+    return module != "base" and not module.startswith("_")
 
 
 def check(name: str) -> None:

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from pmlip import checkpoint
 from pmlip.backbones.base import Backbone, Graph
-from pmlip.chunks import ChunkSize, run_in_chunks
+from pmlip.methods._chunks import ChunkSize, run_in_chunks
 from pmlip.samples import UNTRAINED, Outputs, Samples
-from pmlip.structures import StructureError, as_structures, system_index
+from pmlip.structures.atoms import StructureError, as_structures, system_index
 
 Progress = Callable[[int, int], None]
 USUAL_SAMPLES = 16  # where no number is asked for
+FIXED_ATOMS = 512  # in a pass, where a run must give the very same numbers each time: how work is cut shows in rounding
 ATOMS_IN_A_PASS = 128  # of the methods whose noise belongs to rows
 
 

@@ -16,9 +16,9 @@ from ase.build import bulk
 from torch import Tensor, nn
 
 from pmlip.backbones.base import Backbone, Graph
-from pmlip.gathered import Gathered, linear
-from pmlip.layers import Mixin, become, mixed_class
 from pmlip.methods.base import WrappedMethod, each_sample, random_numbers
+from pmlip.noise.layer_classes import Mixin, become, mixed_class
+from pmlip.noise.split_linear import Gathered, linear
 
 
 class Posterior(nn.Module):

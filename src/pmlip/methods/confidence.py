@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from pmlip.backbones.base import Backbone, Graph
-from pmlip.methods.gaussian import Gaussian
+from pmlip.methods._gaussian import Gaussian
 
 
 class Confidence(Gaussian):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from pmlip.backbones.base import Graph
-from pmlip.methods.gaussian import Gaussian
+from pmlip.methods._gaussian import Gaussian
 
 
 class Constant(Gaussian):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from pmlip.backbones.base import Backbone, Graph
-from pmlip.layers import Mixin, become, mixed_class
 from pmlip.methods.base import WrappedMethod, each_sample, random_numbers
+from pmlip.noise.layer_classes import Mixin, become, mixed_class
 
 
 class Dropout(nn.Module):

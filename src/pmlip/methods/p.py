@@ -1,7 +1,188 @@
-"""P, learned functional perturbations: what this package is about. See `pmlip.model`."""
+"""P, learned functional perturbations: what this package is about."""
 
-from pmlip.backbones.base import Backbone
-from pmlip.model import Potential, perturb
+from collections.abc import Iterable, Sequence
+from typing import overload
+
+import torch
+from ase import Atoms
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pmlip.backbones.base import Backbone, Graph
+from pmlip.methods import _energy_zero, _response
+from pmlip.methods.base import Method, Progress
+from pmlip.noise import draws as noise_draws
+from pmlip.noise.injection import Site, Sites, find_sites
+from pmlip.perturbed import Perturbed
+from pmlip.samples import Samples
+
+ATOMS_IN_A_GRADIENT = 64  # times samples, in one pass
+
+
+class Potential(Perturbed, Method):
+    """A perturbed interatomic potential. Sample k is the same potential for all structures it is asked about."""
+
+    backbone: Backbone
+    energy_curvature: Tensor
+    trains_on_samples = True
+    calibrated_at_end = True
+
+    def __init__(self, backbone: Backbone, sites: tuple[Site, ...], noise_dim: int) -> None:
+        super().__init__(backbone, sites, noise_dim)
+        # The zero of a sample's energies, in eV per atom: its slope in z, and its curvature. Noise that moves forces
+        # moves all energies together much more than it moves them apart, and about their zero the data leave no doubt.
+        self.energy_zero = nn.Parameter(torch.zeros_like(self.noise.mixing[0]))
+        self.register_buffer("energy_curvature", torch.zeros_like(self.noise.mixing.detach()))
+
+    def forward(self, graph: Graph, noise: Tensor | None = None) -> dict[str, Tensor]:  # type: ignore[override]  # not any arguments
+        """Outputs with the sample axis first, for noise (sample, noise) or (sample, system, noise); None: z = 0."""
+        noise = torch.zeros(1, self.noise.dim) if noise is None else noise
+        if noise.dim() == 2:
+            noise = noise[:, None].expand(-1, graph.systems, -1)
+        if noise.dim() != 3 or noise.shape[1:] != (graph.systems, self.noise.dim):
+            raise ValueError(
+                f"noise for a batch of {graph.systems} must have shape (sample, {self.noise.dim}) or "
+                f"(sample, {graph.systems}, {self.noise.dim}), got {tuple(noise.shape)}"
+            )
+        samples = len(noise)
+        repeated = self.backbone.repeat(graph, samples)
+        outputs = super().forward(repeated, noise=noise.flatten(0, 1), rows=repeated.rows)
+        named = {name: value.unflatten(0, (samples, -1)) for name, value in outputs.items()}
+        atoms = torch.bincount(graph.rows["node"], minlength=graph.systems)
+        return named | {"energy": named["energy"] + atoms * self._zero(noise)}
+
+    def _zero(self, noise: Tensor) -> Tensor:
+        """The zero of the energies for draws e (..., noise), in eV per atom."""
+        z = functional.linear(noise.to(self.noise.mixing), self.noise.mixing)
+        return (z @ self.energy_zero + 0.5 * (z @ self.energy_curvature * z).sum(-1)).double()
+
+    def draw_for_training(self, samples: int, systems: int, generator: torch.Generator) -> Tensor:
+        """An independent e for every sample of every system, (sample, system, noise)."""
+        return noise_draws.draw_for_training(samples, systems, self.noise.dim, generator=generator)
+
+    def new_parameters(self) -> list[nn.Parameter]:
+        return self.noise_parameters()
+
+    def energy_parameters(self) -> list[nn.Parameter]:
+        return [self.energy_zero]
+
+    def fit_energy_zero(self, structures: Sequence[Atoms], *, curved: bool = True) -> None:
+        """Take out of the samples' energies what is common to these structures and linear (or quadratic) in z.
+
+        A parabola is fitted by gradients, each of which costs no more than a training step.
+        """
+        graphs = [(self.backbone.graph([atoms]), len(atoms)) for atoms in structures]
+
+        def gradient(e: Tensor) -> Tensor:
+            """That of the mean energy per atom, (sample, noise); in small passes, for it must not need more memory
+            than a training step."""
+            e = e.to(self.noise.mixing)
+            sums = torch.zeros_like(e)
+            for graph, atoms in graphs:
+                for own, total in zip(*(x.split(max(1, ATOMS_IN_A_GRADIENT // atoms)) for x in (e, sums)), strict=True):
+                    leaf = own.clone().requires_grad_()
+                    with torch.enable_grad():
+                        energy = self(graph, leaf)["energy"].sum() / atoms
+                    total += torch.autograd.grad(energy, leaf)[0]
+            return sums.double() / len(graphs)
+
+        slope = _energy_zero.fit_slope(gradient, self.noise.dim)
+        curvature = _energy_zero.fit_curvature(gradient, self.noise.dim).to(slope) if curved else None
+        with torch.no_grad():
+            to_z = torch.linalg.inv(self.noise.mixing.double())
+            self.energy_zero.sub_((slope @ to_z).to(self.energy_zero))
+            if curvature is not None:
+                self.energy_curvature.sub_((to_z.T @ curvature @ to_z).to(self.energy_curvature))
+
+    def responses(self, structures: Sequence[Atoms]) -> list[float]:
+        return _response.of_layers(self, structures)
+
+    def rate_for_new(self, responses: Sequence[float], error: float) -> float:
+        """0.4 % of the random noise weights with which the spread would be as large as the error.
+
+        Potentials respond to noise very differently (Orb-v2 twenty times as strongly as CHGNet), so no one rate suits
+        all. The share is what served Orb-v2 and CHGNet alike.
+        """
+        return 0.004 * max(_response.weights_for(error, responses, balance=0.0))
+
+    @property
+    def usual_start(self) -> float:
+        return 0.0 if self.trained else 1.0  # what was learned before must not be lost
+
+    def start_at_random(self, spread: float, responses: Sequence[float], *, balance: float, seed: int) -> None:
+        """Training then takes the spread away where there are data, and leaves it elsewhere."""
+        self.energy_curvature.zero_()  # of what was there before
+        self.randomise(_response.weights_for(spread, responses, balance=balance), seed=seed)
+
+    def sample(
+        self,
+        structures: Atoms | Iterable[Atoms],
+        *,
+        samples: int | None = None,
+        seed: int = 0,
+        chunk_atoms: int | None = None,
+        progress: Progress | None = None,
+        kind: str = "plain",
+    ) -> Samples:
+        """K samples for each structure, by default 16, on the CPU; see `pmlip.noise.draw` for the kinds of draws.
+
+        chunk_atoms: how many atoms (times samples) to put through one pass; found by trial when it is not given.
+        progress(done, all) is told how many structures are done.
+        """
+        draws = self.draw(self._count(samples), seed=seed, kind=kind)
+        return self._samples(structures, draws, chunk_atoms, progress)
+
+    def counterweights(self, draws: Tensor) -> tuple[Tensor, Tensor]:
+        return noise_draws.counterweights(draws)
+
+    def fold(self, *, sample: int, seed: int = 0, kind: str = "plain") -> Backbone:
+        """Sample number `sample` as an ordinary backbone: its own calculator, its own file format."""
+        folded = super().fold(sample=sample, seed=seed, kind=kind)
+        assert isinstance(folded, Backbone)
+        if zero := self._zero(self.draw(sample + 1, seed=seed, kind=kind)[sample]).item():
+            folded.shift_all(zero)
+        return folded
+
+    def member(self, number: int, *, seed: int = 0) -> Backbone:
+        return self.fold(sample=number, seed=seed)
+
+    @torch.no_grad()
+    def _scale_spread(self, factor: float) -> None:
+        """Scale W_z, so that each sample stays a potential; the spread follows as far as the response is linear."""
+        self.noise.mixing.mul_(factor)
+
+
+@overload
+def perturb(module: Backbone, *, noise_dim: int = 128, sites: Sites | None = None) -> Potential: ...
+
+
+@overload
+def perturb(module: nn.Module, *, noise_dim: int = 128, sites: Sites | None = None) -> Perturbed: ...
+
+
+def perturb(module: nn.Module, *, noise_dim: int = 128, sites: Sites | None = None) -> Perturbed:
+    """A copy of `module` with noise at its sites, computing exactly what the module does until it is trained.
+
+    A backbone from `load_backbone` knows its sites and becomes a `Potential`. Any other module becomes a
+    `Perturbed` and needs `sites`: names, glob patterns, `Site`s, or a function (name, module) -> bool. Sites must be
+    layers that the module calls: a fused kernel that reads their weights instead passes the noise by.
+    """
+    if isinstance(module, Perturbed):
+        raise ValueError("this model is perturbed already; perturb its original backbone instead")
+    if sites is None and isinstance(module, Backbone):
+        sites = module.sites()
+    if sites is None:
+        raise ValueError(
+            f"{type(module).__name__} has no adapter, so pmlip cannot know its message and update MLPs; "
+            "name them with sites=..."
+        )
+    return perturb_at(module, sites, noise_dim)
+
+
+def perturb_at(backbone: nn.Module, sites: Sites, noise_dim: int) -> Perturbed:
+    if isinstance(backbone, Backbone):
+        return Potential(backbone, find_sites(backbone.module, sites), noise_dim)
+    return Perturbed(backbone, find_sites(backbone, sites), noise_dim)
 
 
 def make(backbone: Backbone, *, noise_dim: int = 128) -> Potential:

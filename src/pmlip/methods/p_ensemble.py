@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from pmlip import noise
 from pmlip.backbones.base import Backbone, Graph
 from pmlip.methods.ensemble import Ensemble, checked_count
-from pmlip.model import Potential, perturb
+from pmlip.methods.p import Potential, perturb
+from pmlip.noise import draws as noise_draws
 
 
 class PEnsemble(Ensemble):
@@ -38,13 +38,13 @@ class PEnsemble(Ensemble):
             part.scale_spread(factor)
 
     def draw(self, samples: int, *, seed: int = 0) -> Tensor:
-        drawn = noise.draw(samples, self.noise_dim, seed=seed)
+        drawn = noise_draws.draw(samples, self.noise_dim, seed=seed)
         return torch.cat([(torch.arange(samples) % len(self.members))[:, None].to(drawn), drawn], 1)
 
     def counterweights(self, draws: Tensor) -> tuple[Tensor, Tensor]:
         """Those of each member, by its share of the draws."""
         own = [draws[draws[:, 0] == number] for number in range(len(self.members))]
-        found = [(noise.counterweights(rows[:, 1:]), rows) for rows in own if len(rows)]
+        found = [(noise_draws.counterweights(rows[:, 1:]), rows) for rows in own if len(rows)]
         more = [torch.cat([rows[:1, :1].expand(2, 1), extra], 1) for (extra, _), rows in found]
         weights = [len(rows) / len(draws) * weight for (_, weight), rows in found]
         return torch.cat(more), torch.cat(weights)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pmlip.files import atomic_write
+from pmlip.atomic_files import atomic_write
 from pmlip.nbody.simulate import initial, simulate
 
 SPLITS = ("train", "valid", "test", "out_of_distribution")

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pmlip.gathered import Gathered, GatheredLinear, gathered
-from pmlip.injection import Site
+from pmlip.noise.injection import Site
+from pmlip.noise.split_linear import Gathered, GatheredLinear, gathered
 
 
 @dataclass(frozen=True, kw_only=True)

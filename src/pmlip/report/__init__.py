@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pmlip import metrics
-from pmlip.files import atomic_write
+from pmlip.atomic_files import atomic_write
 from pmlip.report import plots
 from pmlip.report.judged import Judged, score_row
 from pmlip.report.verdicts import sentences

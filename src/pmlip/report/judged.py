@@ -10,10 +10,10 @@ import torch
 from scipy import stats
 
 from pmlip import metrics
-from pmlip.calibration import best_factor
 from pmlip.evaluation import Evaluation
 from pmlip.samples import STILL
 from pmlip.scores import fair_crps
+from pmlip.spread_fit import best_factor
 
 
 @dataclass(frozen=True)

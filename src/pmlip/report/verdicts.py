@@ -7,8 +7,9 @@ import numpy as np
 
 from pmlip import metrics
 from pmlip.evaluation import compare
-from pmlip.methods.gaussian import best_width, gaussian_crps
 from pmlip.report.judged import Judged
+from pmlip.scores import gaussian_crps
+from pmlip.spread_fit import best_width
 
 FAR = 0.03  # a share outside the 95 % interval that differs by this much from 5 % is worth a word
 OFFSET = 0.5  # eV/atom; a larger error of the energies is a constant that was not fitted

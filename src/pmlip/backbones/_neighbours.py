@@ -1,0 +1,87 @@
+"""Pairs of atoms within a cutoff, for backbones that take them as a plain list of edges."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from ase import Atoms
+from ase.data import chemical_symbols
+from matscipy.neighbours import neighbour_list
+from torch import Tensor
+
+from pmlip.backbones.base import Graph, conservative_outputs, times_own
+from pmlip.structures.atoms import StructureError
+
+
+@dataclass(frozen=True)
+class Batch:
+    species: Tensor  # (node,) index of the element among those the potential knows
+    positions: Tensor  # (node, 3), double
+    cell: Tensor  # (system, 3, 3), double
+    volume: Tensor  # (system,); NaN for a structure without a cell
+    image: Tensor  # (edge, 3) cell of the neighbour
+    edge: Tensor  # (edge, 2) centre and neighbour, nodes
+
+
+def build_graph(
+    structures: Sequence[Atoms], *, cutoff: float, species: Mapping[int, int], like: Tensor, potential: str
+) -> Graph:
+    """The structures as one batch on the device of `like`; species: atomic number -> index, for what is known."""
+    for index, atoms in enumerate(structures):
+        for atom in atoms:
+            if atom.number not in species:
+                known = ", ".join(chemical_symbols[number] for number in species)
+                raise StructureError(atoms, index, f"{potential} does not know {atom.symbol}, only {known}")
+    singles = [_single(atoms, index, cutoff, species) for index, atoms in enumerate(structures)]
+    system = torch.arange(len(singles))
+    rows = {
+        "node": system.repeat_interleave(torch.tensor([len(single.species) for single in singles])),
+        "edge": system.repeat_interleave(torch.tensor([len(single.edge) for single in singles])),
+    }
+    batch = Batch(**{name: value.to(like.device) for name, value in vars(_join(singles)).items()})
+    return Graph(batch, {kind: index.to(like.device) for kind, index in rows.items()}, len(singles))
+
+
+def repeat_graph(graph: Graph, copies: int) -> Graph:
+    return Graph(_join([graph.batch] * copies), graph.repeated_rows(copies), graph.systems * copies)
+
+
+def outputs_by_gradient(graph: Graph, energy: Callable[[Tensor], Tensor], like: Tensor) -> dict[str, Tensor]:
+    """Outputs in the precision of `like` for energy(vectors) -> (system,), a function of the edges' vectors.
+
+    The vectors are formed in double precision.
+    """
+    batch: Batch = graph.batch
+
+    def at(positions: Tensor, cell: Tensor) -> Tensor:
+        images = times_own(batch.image, cell, graph.rows["edge"])
+        centre, neighbour = (positions.index_select(0, end) for end in batch.edge.unbind(1))
+        return energy((neighbour - centre + images).to(like.dtype))
+
+    outputs = conservative_outputs(graph, positions=batch.positions, cell=batch.cell, volume=batch.volume, energy=at)
+    return {name: value if name == "energy" else value.to(like.dtype) for name, value in outputs.items()}
+
+
+def _single(atoms: Atoms, index: int, cutoff: float, species: Mapping[int, int]) -> Batch:
+    if (atoms.pbc & ~atoms.cell.array.any(axis=1)).any():
+        raise StructureError(atoms, index, "it is periodic along an axis without a cell vector")
+    # axes without a vector are not periodic, so any will do
+    centre, neighbour, image = neighbour_list(
+        "ijS", positions=atoms.positions, cell=atoms.cell.complete().array, pbc=atoms.pbc, cutoff=cutoff
+    )
+    return Batch(
+        species=torch.tensor([species[number] for number in atoms.numbers]),
+        positions=torch.tensor(atoms.positions),
+        cell=torch.tensor(atoms.cell.array)[None],
+        volume=torch.tensor([atoms.cell.volume if atoms.cell.rank == 3 else torch.nan], dtype=torch.float64),
+        image=torch.from_numpy(image).double(),
+        edge=torch.from_numpy(np.stack([centre, neighbour], axis=1)).long(),
+    )
+
+
+def _join(parts: Sequence[Batch]) -> Batch:
+    """Several batches as one: their rows after each other, each one's indices moved past the rows before."""
+    joined = Batch(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Batch)})
+    starts = [0, *np.cumsum([len(part.species) for part in parts[:-1]]).tolist()]
+    return replace(joined, edge=torch.cat([part.edge + start for part, start in zip(parts, starts, strict=True)]))

@@ -1,0 +1,65 @@
+"""Reading a model back from its file."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pmlip import checkpoint, methods
+from pmlip.backbones.base import Backbone
+from pmlip.errors import CheckpointError, first_reason
+from pmlip.methods.p import Potential, perturb_at
+from pmlip.noise.injection import Site, Sites
+
+
+def load(
+    path: str | Path,
+    *,
+    backbone: nn.Module | None = None,
+    sites: Sites | None = None,
+    weights: str | Path | None = None,
+    device: str = "cpu",
+    trust: bool = False,
+) -> Any:
+    """The model that `save` wrote to `path`, on the device asked for.
+
+    A pretrained potential is found again by its name (with `weights` where it came from a local file); any
+    other module must be handed in as `backbone`, and its `sites` too if they had envelopes. trust: see
+    `load_backbone`.
+    """
+    if not isinstance(path, str | Path):
+        raise TypeError(f"a model is loaded from a file, got a {type(path).__name__}; is it a potential?")
+    content = checkpoint.read(path)
+    if backbone is None:
+        backbone = content.origin.load(weights=weights, trust=trust)
+    content.origin.check(backbone)
+    if (method := content.settings.get("method")) is not None:
+        assert isinstance(backbone, Backbone)
+        model: nn.Module = methods.make(method, backbone, **content.settings["options"])
+    else:
+        model = perturb_at(
+            backbone, _stored_sites(path, content) if sites is None else sites, content.settings["noise_dim"]
+        )
+    # the precision of the network; a buffer may have one of its own
+    weights_of = [content.state[name] for name, _ in model.named_parameters() if name in content.state]
+    model.to(next((value.dtype for value in weights_of if value.is_floating_point()), torch.get_default_dtype()))
+    state = dict(content.state)
+    for name, part in model.named_modules():
+        if isinstance(part, Potential):  # since format 2 and 3
+            prefix = f"{name}." if name else ""
+            state.setdefault(f"{prefix}energy_zero", torch.zeros_like(part.energy_zero))
+            state.setdefault(f"{prefix}energy_curvature", torch.zeros_like(part.energy_curvature))
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise CheckpointError(f"the weights in {path} do not fit this backbone: {first_reason(error)}") from error
+    model.record = dict(content.record)  # type: ignore[assignment]  # not a part of the network
+    return model.to(device)
+
+
+def _stored_sites(path: str | Path, content: checkpoint.Checkpoint) -> list[Site]:
+    stored = content.settings["sites"]
+    if any(site["custom_envelope"] for site in stored):
+        raise CheckpointError(f"{path} was made with envelopes of its own; pass sites=... again")
+    return [Site(site["name"], site["rows"]) for site in stored]

@@ -1,0 +1,131 @@
+"""Any torch module with noise at its sites, whose samples are functions."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pmlip import checkpoint
+from pmlip.backbones.base import Backbone
+from pmlip.noise import draws
+from pmlip.noise.injection import Site, inject, noisy_layers, vanish_with_input
+from pmlip.noise.source import Noise
+
+
+class Perturbed(nn.Module):
+    """Any module with noise at its sites: `model(*args, noise=e)` is the sample that e names.
+
+    noise (noise,) is one sample of one system. For a batch, noise (system, noise) with
+    rows={kind: system of each row} for the kinds of rows that the sites name; None instead of an index says that
+    the leading axes of the layers' inputs are the systems. noise=None is z = 0.
+    """
+
+    def __init__(self, backbone: nn.Module, sites: tuple[Site, ...], noise_dim: int) -> None:
+        super().__init__()
+        self.origin = checkpoint.Origin.of(backbone)
+        self.record: dict[str, Any] = {}  # how it was trained and calibrated, for its file
+        self.sites = sites
+        self.noise = Noise(noise_dim).to(next(backbone.parameters()))
+        self.backbone = copy.deepcopy(backbone)
+        # the sites of a potential are named as in its package's own model
+        inject(self.backbone.module if isinstance(self.backbone, Backbone) else self.backbone, self.noise, sites)
+
+    @property
+    def trained(self) -> bool:
+        """Whether any noise weight has left zero."""
+        return any(bool(layer.noise_weight.any()) for layer in noisy_layers(self.backbone))
+
+    def noise_parameters(self) -> list[nn.Parameter]:
+        """W_z and the noise weights of all sites, without the backbone's own parameters."""
+        return [self.noise.mixing, *(layer.noise_weight for layer in noisy_layers(self.backbone))]
+
+    @torch.no_grad()
+    def randomise(self, std: float | Sequence[float], *, seed: int = 0) -> None:
+        """Give all noise weights random values of this size, or each layer's of its own: a spread without training.
+
+        W_z stays as it is.
+        """
+        generator, layers = torch.Generator().manual_seed(seed), list(noisy_layers(self.backbone))
+        sizes = std if isinstance(std, Sequence) else [std] * len(layers)
+        for layer, size in zip(layers, sizes, strict=True):
+            weight = layer.noise_weight
+            weight.copy_(size * torch.randn(weight.shape, generator=generator))
+
+    def draw(self, samples: int, *, seed: int = 0, kind: str = "plain") -> Tensor:
+        """The standard normal e of each sample, (sample, noise); see `pmlip.noise.draw` for the kinds."""
+        return draws.draw(samples, self.noise.dim, seed=seed, kind=kind)
+
+    def forward(
+        self,
+        *args: Any,
+        noise: Tensor | None = None,
+        rows: Mapping[str, Tensor | None] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        self.noise.force(noise, rows)
+        try:
+            outputs = self.backbone(*args, **kwargs)
+            if noise is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                self._put_in_force_again(outputs)
+        finally:
+            self.noise.force(None)
+        return outputs
+
+    def _put_in_force_again(self, outputs: Any) -> None:
+        """During the backward pass of `outputs` their noise is in force: activation checkpointing runs layers again."""
+        draw, rows = self.noise.draw, self.noise.rows
+
+        def put_back(_: Tensor) -> None:
+            self.noise.force(draw, rows)
+            # the engine's own callback for the end of a backward pass, which DDP relies on too
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(partial(self.noise.force, None))
+
+        for output in _tensors(outputs):
+            if output.requires_grad:
+                output.register_hook(put_back)
+
+    def fold(self, *, sample: int, seed: int = 0, kind: str = "plain") -> nn.Module:
+        """Sample number `sample` as a plain module of the backbone's own class, with its own state-dict keys.
+
+        A linear layer without a bias gets one, and a layer of e3nn, which has none, stays a small wrapper.
+        """
+        if sample < 0:
+            raise ValueError(f"samples are numbered from 0, got sample={sample}")
+        copied = copy.deepcopy(self)
+        copied.noise.force(copied.draw(sample + 1, seed=seed, kind=kind)[sample])
+        for layer in list(noisy_layers(copied.backbone)):
+            layer.fold()
+        return copied.backbone
+
+    def settings(self) -> dict[str, Any]:
+        """What it was made with, besides the backbone."""
+        sites = [
+            {"name": site.name, "rows": site.rows, "custom_envelope": site.envelope not in (None, vanish_with_input)}
+            for site in self.sites
+        ]
+        return {"noise_dim": self.noise.dim, "sites": sites}
+
+    def save(self, path: str | Path) -> None:
+        """Write everything to one file, whole or not at all; `pmlip.load` reads it."""
+        checkpoint.write(
+            path, origin=self.origin, settings=self.settings(), state=self.state_dict(), record=self.record
+        )
+
+
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    """All tensors in nested containers and dataclasses."""
+    if isinstance(outputs, Tensor):
+        yield outputs
+    elif isinstance(outputs, Mapping):
+        for value in outputs.values():
+            yield from _tensors(value)
+    elif isinstance(outputs, list | tuple):
+        for value in outputs:
+            yield from _tensors(value)
+    elif hasattr(outputs, "__dict__"):
+        yield from _tensors(vars(outputs))

@@ -1,0 +1,52 @@
+"""Uncertainties that structures carry in files: how to write them, find them and take them off."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ase import Atoms
+from ase.calculators.calculator import all_properties
+from ase.calculators.singlepoint import SinglePointCalculator
+
+# What pmlip writes beside its predictions: such a structure may carry a prediction where a label would be.
+SPREADS_PER_ATOM = ("forces_uncertainty", "atom_uncertainty", "forces_interval")
+
+
+SPREADS_PER_STRUCTURE = ("energy_uncertainty", "max_atom_uncertainty", "stress_uncertainty")
+
+
+def has_uncertainties(atoms: Atoms) -> bool:
+    return any(name in place for place in places(atoms) for name in (*SPREADS_PER_ATOM, *SPREADS_PER_STRUCTURE))
+
+
+def without_uncertainties(atoms: Atoms) -> Atoms:
+    """A copy that carries none, also not where an ase.db keeps them."""
+    bare = atoms.copy()
+
+    def others(place: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in place.items() if name not in (*SPREADS_PER_ATOM, *SPREADS_PER_STRUCTURE)}
+
+    bare.info = {name: others(value) if isinstance(value, dict) else value for name, value in others(bare.info).items()}
+    bare.arrays = others(bare.arrays)
+    return bare
+
+
+def places(atoms: Atoms) -> list[Mapping[str, Any]]:
+    results = atoms.calc.results if atoms.calc is not None else {}
+    info = {name: value for name, value in atoms.info.items() if not isinstance(value, dict)}
+    # an ase.db keeps what is not a result of a calculator here
+    nested = [value for value in atoms.info.values() if isinstance(value, dict)]
+    return [results, info, atoms.arrays, *nested]
+
+
+def annotated(atoms: Atoms, results: Mapping[str, Any]) -> Atoms:
+    """A copy with the properties ASE knows in a calculator, and these uncertainties alone in `info` and `arrays`."""
+    carrier = without_uncertainties(atoms)
+    for name in SPREADS_PER_STRUCTURE:
+        if name in results:
+            carrier.info[name] = results[name]
+    for name in SPREADS_PER_ATOM:
+        if name in results:
+            carrier.arrays[name] = results[name]
+    known = {name: value for name, value in results.items() if name in all_properties}
+    carrier.calc = SinglePointCalculator(carrier, **known)
+    return carrier

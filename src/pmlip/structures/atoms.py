@@ -1,0 +1,78 @@
+"""Structures at the door: ASE Atoms in, checked."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from ase import Atoms
+
+ELECTRONS = ("charge", "spin")  # in `info`
+
+
+class StructureError(ValueError):
+    """A structure that cannot be used: which of those given, and why."""
+
+    def __init__(self, atoms: Atoms, index: int, problem: str) -> None:
+        super().__init__(f"structure {index} ({atoms.get_chemical_formula()}): {problem}")
+        self.atoms, self.index, self.problem = atoms, index, problem
+
+    def __reduce__(self) -> tuple[type["StructureError"], tuple[Atoms, int, str]]:
+        # a worker hands its errors on as pickles, which by default would call with the message alone
+        return StructureError, (self.atoms, self.index, self.problem)
+
+    def after(self, start: int) -> "StructureError":
+        """The same for a list in which `start` structures come before those given."""
+        return StructureError(self.atoms, start + self.index, self.problem)
+
+
+@contextlib.contextmanager
+def in_file(path: str | Path) -> Iterator[None]:
+    """What is wrong with structures is told with the file they came from."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def as_structures(structures: Atoms | Iterable[Atoms]) -> list[Atoms]:
+    """One structure or many, as a list; what cannot be a structure is refused here."""
+    listed = [structures] if isinstance(structures, Atoms) else list(structures)
+    if not listed:
+        raise ValueError("no structures were given: the list is empty")
+    for index, atoms in enumerate(listed):
+        if not isinstance(atoms, Atoms):
+            raise TypeError(f"structure {index} is a {type(atoms).__name__}; structures must be ase.Atoms")
+        if len(atoms) == 0:
+            raise StructureError(atoms, index, "it has no atoms")
+        if not np.isfinite(atoms.positions).all() or not np.isfinite(atoms.cell.array).all():
+            raise StructureError(atoms, index, "a position or a cell vector is NaN or infinite")
+        for name in ELECTRONS:
+            if not _is_number(atoms.info.get(name, 0)):
+                raise StructureError(atoms, index, f"its {name} must be a number, got {atoms.info[name]!r}")
+    return listed
+
+
+def _is_number(value: object) -> bool:
+    try:
+        return value is None or np.asarray(value, dtype=float).size == 1
+    except (TypeError, ValueError):
+        return False
+
+
+def system_index(structures: Sequence[Atoms]) -> torch.Tensor:
+    """The index of the structure each atom belongs to, (atom,)."""
+    sizes = torch.tensor([len(atoms) for atoms in structures])
+    return torch.repeat_interleave(torch.arange(len(structures)), sizes)
+
+
+def evenly(structures: Sequence[Atoms], count: int) -> list[Atoms]:
+    """So many of them, or all where there are fewer, spread over the whole list."""
+    count = min(count, len(structures))
+    return [structures[i * len(structures) // count] for i in range(count)]
+
+
+def electrons(atoms: Atoms) -> dict[str, float]:
+    """Charge and spin of a structure, where some potentials look for them; None says nothing."""
+    return {name: float(atoms.info[name]) for name in ELECTRONS if atoms.info.get(name) is not None}

@@ -1,0 +1,274 @@
+"""Files of structures with DFT labels: extxyz, ase.db, npz, and whatever else ASE reads, under the names people use."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ase.db
+import numpy as np
+from ase import Atoms
+from ase.calculators.singlepoint import SinglePointCalculator
+from ase.io import iread
+from ase.io.formats import UnknownFileTypeError
+from ase.stress import full_3x3_to_voigt_6_stress
+
+from pmlip.errors import did_you_mean
+from pmlip.structures import LABELS
+from pmlip.structures.annotations import has_uncertainties, places
+from pmlip.structures.atoms import StructureError, as_structures
+from pmlip.structures.labels import labels
+
+# What a label is called in the wild, the likeliest first. A name that says "reference" wins over a plain one, which may
+# be what some other potential left there.
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "energy": ("REF_energy", "ref_energy", "dft_energy", "DFT_energy", "energy", "free_energy", "total_energy"),
+    "forces": ("REF_forces", "ref_forces", "dft_forces", "DFT_forces", "forces", "force"),
+    "stress": ("REF_stress", "ref_stress", "dft_stress", "DFT_stress", "stress"),
+    "virial": ("REF_virial", "REF_virials", "ref_virial", "dft_virial", "DFT_virial", "virial", "virials"),
+}
+REFERENCES = {name for names in NAMES.values() for name in names if name.lower().startswith(("ref", "dft"))}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a file was found to hold."""
+
+    path: Path
+    structures: int
+    elements: dict[str, int]  # symbol -> atoms
+    atoms: tuple[int, int]  # in the smallest and in the largest structure
+    labels: dict[str, tuple[str, int]]  # label -> its name in the file, and how many structures carry it
+    names: list[str]  # all names in it that could be labels
+
+    def require(self, label: str) -> None:
+        """At least one structure must carry it."""
+        if label not in self.labels:
+            raise ValueError(
+                f"{self.path}: none of the structures carries {label}; the names in it are: {', '.join(self.names)}. "
+                f"If one of these is what is meant, say so with --{label}-key; to learn from the others alone, give "
+                f"--{label} 0"
+            )
+
+    def __str__(self) -> str:
+        small, large = self.atoms
+        sizes = f"{small}" if small == large else f"{small} to {large}"
+        named = [f"{label} ({name!r}, {count} of {self.structures})" for label, (name, count) in self.labels.items()]
+        elements = ", ".join(self.elements)
+        return f"{self.path}: {self.structures} structures of {sizes} atoms ({elements}); labels: {', '.join(named)}"
+
+
+def read_structures(
+    path: str | Path,
+    *,
+    energy_key: str | None = None,
+    forces_key: str | None = None,
+    stress_key: str | None = None,
+) -> tuple[list[Atoms], Found]:
+    """The structures of a file, each with its labels where `pmlip.structures.labels` finds them, and a summary.
+
+    Without a key, a label is looked for under the names in `NAMES`; a virial (whatever has the word
+    in its name) becomes a stress by division through minus the volume. An error names the file and the structure.
+    """
+    path = Path(path)
+    structures = list(iterate(path))
+    try:
+        if not structures:
+            raise ValueError("it holds no structures")
+        given = {"energy": energy_key, "forces": forces_key, "stress": stress_key}
+        names = {label: _name(label, key, structures) for label, key in given.items()}
+        for label, key in given.items():
+            if key is None:
+                _refuse_second_name(label, names[label], structures)
+        names = _without_predictions(names, given, structures)
+        counts: Counter[str] = Counter()
+        labelled = []
+        for index, atoms in enumerate(structures):
+            values = _values(atoms, index, names)
+            counts.update(values.keys())
+            labelled.append(_with_labels(atoms, values))
+        labels(as_structures(labelled))  # refuses what is not a number, or has the wrong shape
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not counts:
+        raise ValueError(
+            f"{path}: no energies, forces or stresses were found; the names in it are: "
+            f"{', '.join(_available(structures)) or 'none'}. Say which are the labels with --energy-key, --forces-key, "
+            "--stress-key"
+        )
+    elements = Counter(symbol for atoms in structures for symbol in atoms.symbols)
+    sizes = [len(atoms) for atoms in structures]
+    found = {label: (str(names[label]), counts[label]) for label in names if counts[label]}
+    return labelled, Found(
+        path, len(structures), dict(elements), (min(sizes), max(sizes)), found, _available(structures)
+    )
+
+
+def iterate(path: str | Path) -> Iterator[Atoms]:
+    """The structures of a file one by one, as they are in it: it may be larger than memory (but for npz)."""
+    path = Path(path)
+    check_file(path)
+    try:
+        if path.suffix == ".npz":
+            yield from _read_npz(path)
+        elif path.suffix == ".db":
+            with ase.db.connect(path) as database:
+                for row in database.select():
+                    yield row.toatoms(add_additional_information=True)
+        else:
+            yield from iread(path, index=":")
+    except (UnknownFileTypeError, StopIteration) as error:
+        allowed = "allowed are extxyz, ase.db, npz and ASE's formats"
+        raise ValueError(f"{path}: ASE cannot tell its format; {allowed}") from error
+    except (OSError, IndexError, AttributeError, RuntimeError, TypeError, ValueError, KeyError) as error:
+        raise ValueError(f"{path}: it cannot be read: {error or type(error).__name__}") from error
+
+
+def check_file(path: Path) -> None:
+    """Refuse a file that is not there or is empty."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty")
+
+
+def _read_npz(path: Path) -> Iterator[Atoms]:
+    """Structures of one composition: positions (structure, atom, 3), cells, symbols or numbers, energies, forces."""
+    with np.load(path) as arrays:
+        content = dict(arrays)
+    plural = {"energies": "energy", "cells": "cell", "stresses": "stress", "atomic_numbers": "numbers"}
+    content = {plural.get(name, name): value for name, value in content.items()}
+    if "positions" not in content or not {"symbols", "numbers"} & content.keys():
+        raise ValueError(
+            "an npz file must hold positions (structure, atom, 3) and symbols or numbers (atom,), and may hold cells, "
+            f"energies, forces and stresses; it holds {', '.join(content)}"
+        )
+    kinds = content["symbols"].tolist() if "symbols" in content else content["numbers"]
+    count, form = len(content["positions"]), content["positions"].shape[1:]
+    if "cell" in content and content["cell"].shape == (3, 3):  # one for all
+        content["cell"] = np.broadcast_to(content["cell"], (count, 3, 3))
+    for name in ("cell", *LABELS):
+        if name in content and content[name].shape[:1] != (count,):
+            raise ValueError(f"it holds {count} structures, but {name} of shape {content[name].shape}")
+    known = {"positions", "cell", "symbols", "numbers", *LABELS}
+    others = {name: value for name, value in content.items() if name not in known and value.shape[:1] == (count,)}
+    for index, positions in enumerate(content["positions"]):
+        cell = content["cell"][index] if "cell" in content else None
+        atoms = Atoms(kinds, positions, cell=cell, pbc=cell is not None)
+        for name, values in others.items():  # labels under other names may be among them
+            if values.shape[1:] == form:
+                atoms.set_array(name, values[index])
+            else:
+                atoms.info[name] = values[index]
+        yield _with_labels(atoms, {name: content[name][index] for name in LABELS if name in content})
+
+
+def _name(label: str, key: str | None, structures: Sequence[Atoms]) -> str | None:
+    """The name of a label in these structures."""
+    available = _available(structures)
+    if key is not None:
+        if key in available:
+            return key
+        hint = did_you_mean(key, available)
+        raise ValueError(f"nothing in it is called {key!r}; the names are: {', '.join(available) or 'none'}{hint}")
+    return next((name for name in _candidates(label) if name in available), None)
+
+
+def _candidates(label: str) -> tuple[str, ...]:
+    return NAMES[label] + (NAMES["virial"] if label == "stress" else ())
+
+
+def _refuse_second_name(label: str, name: str | None, structures: Sequence[Atoms]) -> None:
+    """Of a file put together from others, some may carry a label under another name: those must not go unseen."""
+    for index, atoms in enumerate(structures):
+        own = _available([atoms])
+        other = None if name in own else next((candidate for candidate in _candidates(label) if candidate in own), None)
+        if other:
+            raise StructureError(
+                atoms,
+                index,
+                f"its {label} is called {other!r}, that of others {name!r}; give all the same name, or choose one "
+                f"with --{label}-key",
+            )
+
+
+def _without_predictions(
+    names: Mapping[str, str | None], given: Mapping[str, str | None], structures: Sequence[Atoms]
+) -> dict[str, str | None]:
+    """What has a plain name beside uncertainties is probably a prediction: it is no label, unless it was named."""
+    with_uncertainties = [index for index, atoms in enumerate(structures) if has_uncertainties(atoms)]
+    found = [label for label, name in names.items() if name]
+    plain = [label for label in found if given[label] is None and names[label] not in REFERENCES]
+    if not with_uncertainties or not plain:
+        return dict(names)
+    if plain == found:
+        index, label = with_uncertainties[0], plain[0]
+        raise StructureError(
+            structures[index],
+            index,
+            f"it carries uncertainties, so its {names[label]!r} is probably a prediction; if it is a label, say so "
+            f"with --{label}-key {names[label]}",
+        )
+    return {label: None if label in plain else name for label, name in names.items()}
+
+
+def _available(structures: Sequence[Atoms]) -> list[str]:
+    """All names under which the structures carry anything that could be a label."""
+    names: dict[str, None] = {}
+    for atoms in structures:
+        for place in places(atoms):
+            names.update(dict.fromkeys(place))
+    return [name for name in names if name not in ("numbers", "positions")]
+
+
+def _values(atoms: Atoms, index: int, names: Mapping[str, str | None]) -> dict[str, Any]:
+    """The labels one structure carries, in ASE's units and signs."""
+    values = {}
+    for label, name in names.items():
+        found = next((place[name] for place in places(atoms) if name is not None and name in place), None)
+        if found is None:
+            continue
+        try:
+            value = np.asarray(found, dtype=float)
+        except (TypeError, ValueError) as error:
+            raise StructureError(atoms, index, f"its {name!r} is {found!r}, which is not numbers") from error
+        values[label] = _CHECKS[label](value, atoms, index, str(name))
+    return values
+
+
+def _energy(value: np.ndarray, atoms: Atoms, index: int, name: str) -> float:
+    if value.size != 1:
+        raise StructureError(atoms, index, f"its {name!r} must be one number, got shape {value.shape}")
+    return float(value.reshape(()))
+
+
+def _forces(value: np.ndarray, atoms: Atoms, index: int, name: str) -> np.ndarray:
+    if value.shape != (len(atoms), 3):
+        raise StructureError(atoms, index, f"its {name!r} must have shape ({len(atoms)}, 3), got {value.shape}")
+    return value
+
+
+def _stress(value: np.ndarray, atoms: Atoms, index: int, name: str) -> np.ndarray:
+    if value.size == 9:
+        value = full_3x3_to_voigt_6_stress(value.reshape(3, 3))
+    if value.shape != (6,):
+        raise StructureError(atoms, index, f"its {name!r} must have 6 or 9 numbers, got shape {value.shape}")
+    if "virial" in name.lower():
+        if atoms.cell.rank < 3:
+            raise StructureError(atoms, index, f"its {name!r} cannot become a stress without a cell")
+        value = -value / atoms.cell.volume
+    return value
+
+
+_CHECKS: dict[str, Callable[[np.ndarray, Atoms, int, str], Any]] = {
+    "energy": _energy,
+    "forces": _forces,
+    "stress": _stress,
+}
+
+
+def _with_labels(atoms: Atoms, values: Mapping[str, Any]) -> Atoms:
+    labelled = atoms.copy()
+    labelled.calc = SinglePointCalculator(labelled, **values)
+    return labelled

@@ -1,0 +1,103 @@
+"""The labels that structures carry, as tensors."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from ase import Atoms
+from ase.stress import full_3x3_to_voigt_6_stress
+
+from pmlip.samples import PER_ATOM, Outputs
+from pmlip.structures import LABELS
+from pmlip.structures.atoms import StructureError, as_structures, electrons, system_index
+
+
+def labels(structures: Atoms | Iterable[Atoms]) -> Outputs:
+    """Energy (system,), forces (atom, 3) and stress (system, 6) that the structures carry, in double precision.
+
+    Taken from each structure's calculator results, as ASE's readers leave them there. NaN stands for a label that is
+    not there; a label that is there but is NaN or infinite is an error.
+    """
+    listed = as_structures(structures)
+    energy = np.full(len(listed), np.nan)
+    stress = np.full((len(listed), 6), np.nan)
+    forces = []
+    for index, atoms in enumerate(listed):
+        results = atoms.calc.results if atoms.calc is not None else {}
+        if results and atoms.calc.check_state(atoms):
+            raise StructureError(
+                atoms,
+                index,
+                "the results of its calculator belong to other positions or to another structure; compute them again, "
+                "or attach a SinglePointCalculator to each structure",
+            )
+        for name, value in results.items():
+            if name in LABELS and not np.isfinite(value).all():
+                raise StructureError(atoms, index, f"its label {name!r} is NaN or infinite")
+        energy[index] = results.get("energy", np.nan)
+        if "stress" in results and atoms.cell.rank == 3:  # without a cell it means nothing
+            given = np.asarray(results["stress"], dtype=float)
+            stress[index] = full_3x3_to_voigt_6_stress(given) if given.shape == (3, 3) else given
+        given = np.asarray(results.get("forces", np.full((len(atoms), 3), np.nan)), dtype=float)
+        if given.shape != (len(atoms), 3):
+            raise StructureError(atoms, index, f"forces must have shape ({len(atoms)}, 3), got {given.shape}")
+        forces.append(given)
+    named = {"energy": energy, "forces": np.concatenate(forces), "stress": stress}
+    return Outputs({name: torch.from_numpy(value) for name, value in named.items()}, system_index(listed))
+
+
+def _asked(structures: Sequence[Atoms], name: str) -> torch.Tensor:
+    """Which structures can carry a label: without a cell there is no stress."""
+    return torch.tensor([name != "stress" or atoms.cell.rank == 3 for atoms in structures])
+
+
+def check_labels(structures: Sequence[Atoms], names: Sequence[str], *, missing: bool) -> None:
+    """Forces must be there; and, unless labels may be missing, what one structure carries of these names all must."""
+    found = labels(structures)
+    for name in names:
+        asked = _asked(structures, name)
+        lacking = [index for index in _lacking(found, name).tolist() if asked[index]]
+        count = int(asked.sum()) - len(lacking)
+        if name == "forces" and count == 0:
+            raise ValueError("none of the structures carries forces, and without them there is little to learn from")
+        if not missing and count and lacking:
+            index = lacking[0]
+            raise StructureError(
+                structures[index],
+                index,
+                f"it carries no {name}, and {count} of {len(structures)} structures do; remove it, or allow missing "
+                "labels with --missing",
+            )
+
+
+def require_labels(structures: Sequence[Atoms], names: Sequence[str]) -> None:
+    """Every structure must carry these."""
+    found = labels(structures)
+    for name in names:
+        if len(lacking := _lacking(found, name)):
+            index = int(lacking[0])
+            raise StructureError(
+                structures[index], index, f"it carries no {name}, which every structure must do here; remove it"
+            )
+
+
+def _lacking(found: Outputs, name: str) -> torch.Tensor:
+    """Which structures do not carry the whole of a label."""
+    entries = found[name].isfinite()
+    rows = entries.flatten(1).all(-1) if entries.dim() > 1 else entries
+    return (found.system[~rows] if name in PER_ATOM else (~rows).nonzero().flatten()).unique()
+
+
+def fingerprint(structures: Sequence[Atoms], *, labelled: bool = True) -> str:
+    """A hash of structures and labels, or of structures alone, to know the same data again."""
+    digest = hashlib.sha256()
+    for atoms in structures:
+        for array in (atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc):
+            digest.update(np.ascontiguousarray(array).tobytes())
+        if known := electrons(atoms):
+            digest.update(repr(known).encode())
+    if structures and labelled:
+        for value in labels(structures).values():
+            digest.update(value.numpy().tobytes())
+    return digest.hexdigest()

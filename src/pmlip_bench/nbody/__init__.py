@@ -1,0 +1,1 @@
+"""The paper's first benchmark: where five charged particles are after a thousand steps."""

@@ -1,0 +1,177 @@
+"""Runs the cells of a benchmark (method x size x seed), one result file each, and goes on where it was stopped."""
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pmlip.atomic_files import write_json
+from pmlip.cli.progress import progress_bar
+from pmlip.errors import RunFailedError
+from pmlip.memory import keep_freed_memory
+
+
+@dataclass(frozen=True)
+class Cell:
+    method: str
+    size: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}-{self.size}-{self.seed}"
+
+    def file(self, folder: Path) -> Path:
+        return folder / f"{self.name}.json"
+
+
+class CellError(RunFailedError):
+    """Cells that failed, each with its reason; all others are finished."""
+
+
+def run_cells(
+    cells: Sequence[Cell],
+    work: Callable[[Cell], dict[str, Any]],
+    folder: Path,
+    *,
+    jobs: int = 1,
+    console: Console | None = None,
+) -> None:
+    """work(cell) for every cell without a result file, in `jobs` processes of one thread each.
+
+    `work` and what it gives must pickle. A result is written as soon as its cell is finished, so a run that is
+    killed loses only the cells it was at.
+    """
+    if jobs < 1:
+        raise ValueError(f"there must be at least 1 job, got jobs={jobs}")
+    console = console or Console(quiet=True)
+    waiting = [cell for cell in cells if not cell.file(folder).exists()]
+    if len(waiting) < len(cells):
+        console.print(f"{len(cells) - len(waiting)} of {len(cells)} cells are finished already")
+    failures: dict[str, BaseException] = {}
+    with progress_bar(console) as bar:
+        task = bar.add_task("cells", total=len(waiting))
+
+        def finished(cell: Cell, future: "Future[dict[str, Any]]") -> None:
+            error = future.exception()
+            if error is None:
+                write_json(cell.file(folder), future.result())
+            else:
+                failures[cell.name] = error
+                # now, not only when all others are finished
+                console.print(f"{cell.name} failed: {error}", markup=False)
+            bar.update(task, advance=1, description=f"cells, last {cell.name}")
+
+        _run_all(waiting, work, finished, jobs)
+    if failures:
+        reasons = "; ".join(f"{name}: {error}" for name, error in failures.items())
+        raise CellError(f"{len(failures)} of {len(cells)} cells failed: {reasons}")
+
+
+def _run_all(
+    cells: Sequence[Cell],
+    work: Callable[[Cell], dict[str, Any]],
+    finished: Callable[[Cell, "Future[dict[str, Any]]"], None],
+    jobs: int,
+) -> None:
+    """Every job has a pool of its own, which a worker that dies, out of memory say, takes along, but no other cell."""
+    context = multiprocessing.get_context("spawn")
+    queue, free = deque(cells), list(range(jobs))
+    pools: dict[int, ProcessPoolExecutor] = {}
+    running: dict[Future[dict[str, Any]], tuple[int, Cell]] = {}
+    try:
+        while queue or running:
+            while queue and free:
+                job, cell = free.pop(), queue.popleft()
+                if job not in pools:
+                    pools[job] = ProcessPoolExecutor(1, mp_context=context, initializer=_begin_worker)
+                running[pools[job].submit(work, cell)] = job, cell
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                job, cell = running.pop(future)
+                if isinstance(future.exception(), BrokenProcessPool):
+                    pools.pop(job).shutdown(wait=False)
+                finished(cell, future)
+                free.append(job)
+    except BaseException:
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+        raise
+    finally:
+        for pool in pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def run_rounds(rounds: Sequence[Sequence[Cell]], run: Callable[[Sequence[Cell]], None]) -> None:
+    """run(cells) round after round, where some cells are made from others; cells that fail do not stop what follows."""
+    failures = []
+    for cells in rounds:
+        try:
+            run(cells)
+        except CellError as error:
+            failures.append(str(error))
+    if failures:
+        raise CellError("; ".join(failures))
+
+
+def check_settings(file: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Refuse to go on in a folder whose cells were made with other settings, and say which."""
+    if place := _difference(stored, wanted):
+        name, there, here = place
+        raise ValueError(
+            f"{file} was made with other settings ({name} = {there!r}, now {here!r}); ask for the same, or give "
+            "another folder with --out"
+        )
+
+
+def _difference(stored: Any, wanted: Any, name: str = "") -> tuple[str, Any, Any] | None:
+    """The name of the first setting that differs, and its two values."""
+    if not (isinstance(stored, dict) and isinstance(wanted, dict)):
+        return None if stored == wanted else (name, stored, wanted)
+    for key in dict.fromkeys([*wanted, *stored]):
+        if found := _difference(stored.get(key), wanted.get(key), f"{name}.{key}".removeprefix(".")):
+            return found
+    return None
+
+
+def read_cells(folder: Path) -> dict[Cell, dict[str, Any]]:
+    """The results of all finished cells."""
+    results = {}
+    for file in sorted(folder.glob("*-*-*.json")):
+        method, size, seed = file.stem.rsplit("-", 2)
+        results[Cell(method, int(size), int(seed))] = json.loads(file.read_text())
+    return results
+
+
+def slug(backbone: str) -> str:
+    """The name of a backbone in names of files: the variant alone where it says the family already."""
+    family, _, variant = backbone.partition(":")
+    return (variant if variant.startswith(family) else backbone).replace(":", "_").replace("-", "_")
+
+
+def _begin_worker() -> None:
+    """One thread, and deaf to Ctrl-C, which would end the cell only: the next one would begin before we stop it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    keep_freed_memory()
+    os.environ["OMP_NUM_THREADS"] = "1"  # for what is imported from here on
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _end_with_parent() -> None:
+    """Without the process that writes results, work is for nothing, and it would begin the next cell."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

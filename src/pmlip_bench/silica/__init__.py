@@ -1,0 +1,1 @@
+"""The paper's second benchmark: a pretrained potential fine-tuned on silica by every method."""

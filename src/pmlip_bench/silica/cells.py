@@ -1,0 +1,278 @@
+"""The paper's second benchmark: a pretrained potential fine-tuned on silica by every method."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from ase import Atoms
+from rich.console import Console
+
+from pmlip import methods
+from pmlip.backbones import load_backbone
+from pmlip.errors import did_you_mean
+from pmlip.evaluation import Evaluation, compare, evaluate, rank_together
+from pmlip.loading import load
+from pmlip.methods import Method
+from pmlip.methods.ensemble import Ensemble
+from pmlip.methods.p_ensemble import PEnsemble
+from pmlip.noise.draws import SEED_OF_FIT
+from pmlip.provenance import environment
+from pmlip.spread_fit import best_factor
+from pmlip.structures.labels import labels
+from pmlip.training.config import FinetuneConfig
+from pmlip.training.finetuning import finetune
+from pmlip_bench.publish import check_installed, publish
+from pmlip_bench.runner import Cell, check_settings, read_cells, run_cells, run_rounds, slug
+from pmlip_bench.silica.data import SilicaSettings, Splits, check_files, splits, stem, without_folder
+from pmlip_bench.silica.tables import figure, summary, table
+from pmlip_bench.silica.variants import FORMERLY, VARIANTS, Variant
+
+ENSEMBLES = {"ensemble": Ensemble, "p-ensemble": PEnsemble}
+MADE_OF = {"constant": "deterministic", "force-scaled": "deterministic", "ensemble": "deterministic", "p-ensemble": "p"}
+
+
+def run(
+    settings: SilicaSettings,
+    *,
+    names: Sequence[str],
+    sizes: Sequence[int],
+    seeds: int,
+    folder: Path,
+    jobs: int,
+    console: Console,
+    device: str = "cpu",
+) -> list[dict[str, Any]]:
+    """Run the cells that are not finished, then write the table and the figure of all that are, and give its rows."""
+    check_installed()
+    for name in names:
+        methods.check(method := name.partition("+")[0])
+        if "+" in name and name not in VARIANTS:
+            own = [variant for variant in VARIANTS if variant.startswith(f"{method}+")]
+            allowed = ", ".join([method, *own])
+            raise ValueError(f"unknown variant {name!r}; allowed: {allowed}{did_you_mean(name, own)}")
+    for size in sizes:
+        splits(size, settings)  # refuses what asks for more structures than there are
+    check_files(settings, load_backbone(settings.backbone, weights=settings.weights, trust=settings.trust))
+    prefix = f"{slug(settings.backbone)}-{slug(stem(settings.data))}"
+    cells = [Cell(f"{prefix}-{name}", size, seed) for size in sizes for name in names for seed in range(seeds)]
+    composed = [cell for cell in cells if made_of(cell)]
+    needed = [part for cell in composed for part in made_of(cell)]
+    trained = list(dict.fromkeys([cell for cell in cells if not made_of(cell)] + needed))
+    _check_stored(prefix, settings, folder)
+    _check_weights(composed, folder)
+    job = partial(work, settings=settings, folder=folder, device=device)
+    try:
+        run_rounds([trained, composed], lambda part: run_cells(part, job, folder, jobs=jobs, console=console))
+    finally:  # also when a cell failed: what is finished is worth a table
+        rows = publish(folder, table=table, summary=summary, figure=figure, console=console)
+    return rows
+
+
+def _check_stored(prefix: str, settings: SilicaSettings, folder: Path) -> None:
+    """One table holds all cells of a backbone and a data set, so all must have been made with these settings."""
+    stored = {cell: result for cell, result in read_cells(folder).items() if cell.method.startswith(f"{prefix}-")}
+    hashes = {size: splits(size, settings).hash for size in {cell.size for cell in stored}}
+    for cell, result in stored.items():
+        # of these, files from before they could be set say nothing
+        told = result["settings"] | {"config": FORMERLY | result["settings"]["config"]}
+        check_settings(cell.file(folder), told, _described(settings, cell, hashes[cell.size]))
+
+
+def _check_weights(composed: Sequence[Cell], folder: Path) -> None:
+    """What a cell is made of must be there, or be made before it."""
+    for cell in composed:
+        for part in made_of(cell):
+            if not cell.file(folder).exists() and part.file(folder).exists() and not _weights(part, folder).exists():
+                raise FileNotFoundError(
+                    f"{cell.name} needs {_weights(part, folder)}, which is kept only where it was trained; remove "
+                    f"{part.file(folder)} to train it again"
+                )
+
+
+def _weights(cell: Cell, folder: Path) -> Path:
+    return folder / "weights" / f"{cell.name}.pt"
+
+
+def _method(cell: Cell) -> str:
+    return cell.method.split("-", 2)[2]
+
+
+def made_of(cell: Cell) -> list[Cell]:
+    """The fine-tunings of another method that a cell is made of, where it needs none of its own."""
+    name = _method(cell)
+    if name not in MADE_OF:
+        return []
+    part = replace(cell, method=cell.method.removesuffix(name) + MADE_OF[name])
+    if name not in ENSEMBLES:
+        return [part]
+    first = cell.seed - cell.seed % 4  # as in the paper: of four seeds all but its own
+    return [replace(part, seed=seed) for seed in range(first, first + 4) if seed != cell.seed]
+
+
+def _variant(cell: Cell) -> Variant:
+    return VARIANTS.get(_method(cell), Variant())
+
+
+def _config(settings: SilicaSettings, cell: Cell) -> FinetuneConfig:
+    return replace(settings.config, **_variant(cell).config)
+
+
+def _described(settings: SilicaSettings, cell: Cell, structures: str) -> dict[str, Any]:
+    """The settings as a result file holds them: of files their names, which are the same on every machine.
+
+    structures: the hash of all structures of the cell, since files of one name can differ.
+    """
+    content = asdict(replace(settings, config=_config(settings, cell)))
+    content["data"] = without_folder(settings.data)
+    content["test_data"] = without_folder(settings.test_data) if settings.test_data else None
+    content["unseen"] = [without_folder(file) for file in settings.unseen]
+    content["weights"] = Path(settings.weights).name if settings.weights else None
+    content["structures"] = structures
+    if options := _variant(cell).options:
+        content["options"] = options
+    read_back: dict[str, Any] = json.loads(json.dumps(content))
+    return read_back
+
+
+def work(cell: Cell, *, settings: SilicaSettings, folder: Path, device: str = "cpu") -> dict[str, Any]:
+    """Fine-tune one method, or put it together from what is fine-tuned, and judge it."""
+    data = splits(cell.size, settings)
+    if parts := made_of(cell):
+        for part in parts:  # several cells may be made of it, and must not train it side by side
+            if not _weights(part, folder).exists():
+                raise FileNotFoundError(f"{cell.name} is made of {part.name}, which has not been fine-tuned")
+        tuned = [_fine_tuned(part, data, settings, folder, device) for part in parts]
+        model = _put_together(_method(cell), tuned, data)
+        training = _summed([part.record["training"] for part in tuned])
+    else:
+        model = _fine_tuned(cell, data, settings, folder, device)
+        training = model.record["training"]
+    factor, energy_factor = _spread_factors(model, data.valid, settings)
+    as_trained = evaluate(model, data.test, samples=settings.test_samples)
+    inside = as_trained.scaled(factor, energy=energy_factor)
+    named = {"backbone": settings.backbone, "data": stem(settings.data), "method": _method(cell)}
+    result: dict[str, Any] = {
+        "cell": named | {"size": cell.size, "seed": cell.seed},
+        "samples": inside.samples,
+        "spread_factor": factor,
+        "energy_spread_factor": energy_factor,
+        "test": _flat(inside),
+        "test_as_trained": _flat(as_trained),
+        **({"test_three_samples": _flat(inside.subset(3))} if inside.samples > 3 else {}),
+        "all_scores": inside.scores,
+        "unseen": {},
+        "training": training,
+        "prediction": {
+            "seconds": round(inside.seconds, 1),
+            "passes": model.passes(inside.samples) * inside.structures,
+        },
+    }
+    has_spread = bool(inside.spread.any())
+    outside = {}
+    for place, structures in data.unseen.items():
+        outside[place] = evaluate(model, structures, samples=settings.test_samples)
+        outside[place] = outside[place].scaled(factor, energy=energy_factor)
+        result["unseen"][place] = _flat(outside[place]) | (compare(inside, outside[place]) if has_spread else {})
+    if has_spread and outside:
+        result["test_and_unseen"] = rank_together([inside, *outside.values()])
+        three = {place: other.subset(3) for place, other in outside.items()}  # beside ensembles, which have no more
+        result["unseen_three_samples"] = {place: compare(inside.subset(3), other) for place, other in three.items()}
+        result["test_and_unseen_three_samples"] = rank_together([inside.subset(3), *three.values()])
+    return {**result, "settings": _described(settings, cell, data.hash), **environment()}
+
+
+def _spread_factors(model: Method, valid: Sequence[Atoms], settings: SilicaSettings) -> tuple[float, float]:
+    """The factors for the spread that suit the forces and the energies of the validation data best.
+
+    1 for the Gaussians, which are fitted to them already, and for ensembles, whose samples are too few to tell.
+    """
+    if model.fixed_samples is not None or model.needs_validation:
+        return 1.0, 1.0
+    # of a seed of their own: what is chosen by some samples must not be tested by the same
+    drawn, target = model.sample(valid, samples=settings.test_samples, seed=SEED_OF_FIT), labels(valid)
+    atoms = target.atoms_per_system
+    return (
+        best_factor(drawn.forces.double(), target.forces),
+        best_factor(drawn.energy.double() / atoms, target.energy / atoms),
+    )
+
+
+def _fine_tuned(cell: Cell, data: Splits, settings: SilicaSettings, folder: Path, device: str) -> Method:
+    """The method of a cell, fine-tuned; its record tells the cost. Kept in a file, for others that are made of it."""
+    file = _weights(cell, folder)
+    described = _described(settings, cell, data.hash)
+    backbone = load_backbone(settings.backbone, weights=settings.weights, trust=settings.trust, device=device)
+    if file.exists():
+        stored: Method = load(file, backbone=backbone, device=device)
+        if stored.record["settings"] == described:
+            return stored
+    torch.manual_seed(cell.seed)  # of what a method adds to the backbone
+    model = methods.make(_method(cell).partition("+")[0], backbone, **_variant(cell).options)
+    config = replace(_config(settings, cell), seed=cell.seed)
+    unfinished = file.with_suffix("")
+    done = finetune(model, data.train, valid=data.valid, config=config, folder=unfinished)
+    model.record = {
+        "training": {
+            "steps": done.steps,
+            "structures": done.steps * config.batch,
+            "passes": done.passes,
+            "seconds": round(done.seconds, 1),
+            "error_before": done.scales,
+            "noise_rate": done.noise_rate,
+            "validation_curve": [line for line in done.log if "valid" in line],
+        },
+        "settings": described,
+    }
+    model.save(file)
+    shutil.rmtree(unfinished)
+    return model
+
+
+def _put_together(name: str, parts: Sequence[Method], data: Splits) -> Method:
+    """A method without training of its own, from potentials that are fine-tuned."""
+    if name in ENSEMBLES:
+        return ENSEMBLES[name].of(parts)
+    model = methods.make(name, parts[0].backbone)
+    model.finish(data.valid)
+    return model
+
+
+def _summed(costs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What several fine-tunings cost together; all else is that of the first."""
+    return costs[0] | {key: sum(cost[key] for cost in costs) for key in ("steps", "structures", "passes", "seconds")}
+
+
+def _flat(evaluation: Evaluation) -> dict[str, float]:
+    """The scores of the benchmark's tables, in eV and Å."""
+    forces, energy = evaluation.scores["forces"], evaluation.scores["energy"]
+    wanted = {
+        "force_mae": forces["mae"],
+        "force_mae_expected": forces["mae_expected"],
+        "force_mae_without_noise": forces["mae_without_noise"],
+        "force_crps": forces["crps"],
+        "energy_mae": energy["mae"],
+        "energy_mae_expected": energy["mae_expected"],
+        "energy_mae_without_noise": energy["mae_without_noise"],
+        "energy_crps": energy["crps"],
+    }
+    renamed = {
+        "ssr": "ssr",
+        "spread": "force_spread",
+        "directions": "directions",
+        "spearman_structure": "spearman",
+        "spearman_structure_at_best": "spearman_at_best",
+        "spearman_structure_of_force": "spearman_of_force",
+        "spearman_structure_given_force": "spearman_given_force",
+        "spearman_atom": "spearman_atom",
+        "spearman_atom_of_force": "spearman_atom_of_force",
+        "spearman_atom_given_force": "spearman_atom_given_force",
+    }
+    wanted |= {new: forces[old] for old, new in renamed.items() if old in forces}
+    if "ssr" in energy:
+        wanted["energy_ssr"] = energy["ssr"]
+    return wanted

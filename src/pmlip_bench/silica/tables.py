@@ -1,0 +1,256 @@
+"""What is made of the cells of the silica benchmark: Table 2 and Figure 2 of the paper, for each backbone and data."""
+
+import statistics
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pmlip_bench.publish import Results, draw_score, empty_figure, over_seeds, with_deviation
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TRIVIAL = ["deterministic", "constant", "force-scaled", "confidence"]
+# in this order in tables and figures, and others after them
+METHODS = [*TRIVIAL, "ensemble", "mc-dropout", "blip", "blip+published", "p", "p+paper", "p-ensemble"]
+
+Forms = Mapping[str, tuple[str, float, int]]  # name -> title, scale and digits
+COLUMNS: Forms = {
+    "force_mae": ("F-MAE", 1e3, 1),
+    "force_mae_expected": ("expected", 1e3, 1),
+    "force_mae_without_noise": ("z = 0", 1e3, 1),
+    "force_crps": ("F-CRPS", 1e3, 1),
+    "ssr": ("SSR", 1, 2),
+    "ssr_as_trained": ("as trained", 1, 2),
+    "directions": ("directions", 1, 1),
+    "spearman": ("Spearman", 1, 2),
+    "energy_mae": ("E-MAE", 1e3, 2),
+    "energy_mae_expected": ("expected", 1e3, 2),
+    "energy_crps": ("E-CRPS", 1e3, 2),
+    "energy_ssr": ("E-SSR", 1, 2),
+}
+RANKING: Forms = {  # in a table of its own
+    "spearman": ("structures", 1, 2),
+    "spearman_at_best": ("at best", 1, 2),
+    "spearman_three_samples": ("of 3 samples", 1, 2),
+    "spearman_of_force": ("of the force", 1, 2),
+    "spearman_given_force": ("given the force", 1, 2),
+    "spearman_atom": ("atoms", 1, 2),
+    "spearman_atom_of_force": ("of the force", 1, 2),
+    "spearman_atom_given_force": ("given the force", 1, 2),
+}
+FORMS: Forms = {**COLUMNS, **RANKING}
+UNSEEN: Forms = {  # of structures out of distribution; how many times larger is meant against the test set
+    "force_mae": ("F-MAE", 1e3, 1),
+    "force_crps": ("F-CRPS", 1e3, 1),
+    "error_ratio": ("error, times", 1, 1),
+    "spread_ratio": ("spread, times", 1, 1),
+    "ssr": ("SSR", 1, 2),
+    "auroc_spread": ("AUROC", 1, 2),
+    "auroc_force": ("of the force", 1, 2),
+    "energy_mae": ("E-MAE", 1e3, 1),
+}
+
+# The paper's Figure 2, mean and standard deviation: F-MAE and F-CRPS in meV/Å, Spearman.
+PAPER_BACKBONE, PAPER_READER = "orb:orb_v3_direct_20_omat", "tan_silica:"
+PAPER_COLUMNS = ("force_mae", "force_crps", "spearman")
+PAPER_METHODS = {"p+paper": "p", "blip+published": "blip"}  # the paper's own settings
+PAPER: dict[tuple[str, int], tuple[tuple[float, float], ...]] = {
+    ("blip", 32): ((6.05, 0.04), (5.78, 0.04), (0.409, 0.003)),
+    ("blip", 128): ((3.27, 0.13), (2.80, 0.20), (0.466, 0.068)),
+    ("blip", 1024): ((1.61, 0.00), (1.16, 0.01), (0.751, 0.004)),
+    ("p", 32): ((2.39, 0.13), (1.94, 0.15), (0.855, 0.027)),
+    ("p", 128): ((1.86, 0.14), (1.48, 0.09), (0.845, 0.044)),
+    ("p", 1024): ((1.38, 0.05), (0.958, 0.010), (0.836, 0.016)),
+}
+
+
+def summary(results: Results) -> list[dict[str, Any]]:
+    """Mean and standard deviation over seeds for each backbone, data, size and method.
+
+    The paper's values stand beside ours where backbone and data are its own.
+    """
+    groups: dict[tuple[str, str, int, str], list[dict[str, Any]]] = {}
+    for result in results.values():
+        cell = result["cell"]
+        groups.setdefault((cell["backbone"], cell["data"], cell["size"], cell["method"]), []).append(result)
+    rows = []
+    known = {method: number for number, method in enumerate(METHODS)}
+    for key, found in sorted(groups.items(), key=lambda group: (*group[0][:3], known.get(group[0][3], len(known)))):
+        backbone, data, size, method = key
+        row: dict[str, Any] = {"backbone": backbone, "data": data, "size": size, "method": method, "seeds": len(found)}
+        row["samples"] = found[0]["samples"]
+        for name in FORMS:
+            ending = next((ending for ending in ("_as_trained", "_three_samples") if name.endswith(ending)), "")
+            score = name.removesuffix(ending)
+            places = [result.get(f"test{ending}", result["test"]) for result in found]  # an ensemble has three
+            values = [place[score] for place in places if score in place]
+            if values:
+                row[name] = over_seeds(values)
+        if backbone == PAPER_BACKBONE and found[0]["settings"]["data"].startswith(PAPER_READER):
+            published = PAPER.get((PAPER_METHODS.get(method, method), size), ())
+            for name, (mean, std) in zip(PAPER_COLUMNS, published, strict=False):
+                row[f"paper_{name}"] = {"mean": mean / COLUMNS[name][1], "std": std / COLUMNS[name][1]}
+        row["unseen"] = {
+            place: _each_over_seeds([result["unseen"][place] for result in found]) for place in found[0]["unseen"]
+        }
+        for name in ("test_and_unseen", "test_and_unseen_three_samples"):
+            if together := [result[name] for result in found if name in result]:
+                row[name] = _each_over_seeds(together)
+        for part in ("training", "prediction"):
+            row[f"{part}_seconds"] = min(result[part]["seconds"] for result in found)  # other work can only add
+            row[f"{part}_passes"] = statistics.mean(result[part]["passes"] for result in found)
+        rows.append(row)
+    return rows
+
+
+def _each_over_seeds(found: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Not every seed has every score: of a constant there is no rank correlation."""
+    names = dict.fromkeys(name for scores in found for name in scores)
+    return {name: over_seeds([scores[name] for scores in found if name in scores]) for name in names}
+
+
+def _form(row: dict[str, Any], forms: Forms, name: str) -> str:
+    _, scale, digits = forms[name]
+    return with_deviation(row[name], scale, digits) if name in row else ""
+
+
+def _value(row: dict[str, Any], name: str) -> str:
+    paper = row.get(f"paper_{name}")
+    return _form(row, FORMS, name) + (f" (paper {_form({name: paper}, FORMS, name)})" if paper else "")
+
+
+def _by_place(results: Results) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The rows of the summary for each backbone and data."""
+    rows = summary(results)
+    places = sorted({(row["backbone"], row["data"]) for row in rows})
+    return {place: [row for row in rows if (row["backbone"], row["data"]) == place] for place in places}
+
+
+def _markdown(heading: list[str], lines: list[list[Any]]) -> str:
+    rows = [heading, ["---"] * len(heading), *lines]
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows) + "\n"
+
+
+def table(results: Results) -> str:
+    """Table 2 as Markdown, one for each backbone and data: forces in meV/Å, energies in meV/atom."""
+    titles = [title for title, _, _ in COLUMNS.values()]
+    heading = ["n", "method", "K", *titles, "passes and seconds of training", "of prediction", "seeds"]
+    parts = []
+    for (backbone, data), rows in _by_place(results).items():
+        lines = [
+            [
+                *(row["size"], row["method"], row["samples"]),
+                *(_value(row, name) for name in COLUMNS),
+                *(f"{row[f'{part}_passes']:.1e}, {row[f'{part}_seconds']:.0f}" for part in ("training", "prediction")),
+                row["seeds"],
+            ]
+            for row in rows
+        ]
+        parts.append(f"{backbone} on {data}:\n\n{_markdown(heading, lines)}")
+    return "\n".join(parts)
+
+
+def overview(results: Results) -> str:
+    """CRPS of the forces and spread-skill ratio, a row for each method and a column for each data set and size."""
+    rows = {(row["backbone"], row["data"], row["size"], row["method"]): row for row in summary(results)}
+    places = sorted({key[:3] for key in rows})
+    lines = []
+    for method in dict.fromkeys([*METHODS, *(key[3] for key in rows)]):
+        found = [rows.get((*place, method)) for place in places]
+        if any(found):
+            lines.append([method, *(_crps_and_ratio(row) if row else "" for row in found)])
+    heading = [f"{backbone.removeprefix('orb:')} on {data}, n = {size}" for backbone, data, size in places]
+    return _markdown(["F-CRPS, meV/Å (SSR)", *heading], lines)
+
+
+def _crps_and_ratio(row: dict[str, Any]) -> str:
+    ratio = f" ({row['ssr']['mean']:.2f})" if "ssr" in row else ""
+    return _value(row, "force_crps") + ratio
+
+
+def ranking_table(results: Results) -> str:
+    """How well spreads rank errors, beside what the size of the force does, as Markdown: Spearman correlations."""
+    heading = ["n", "method", "K", *(title for title, _, _ in RANKING.values()), "seeds"]
+    parts = []
+    for (backbone, data), rows in _by_place(results).items():
+        lines = [
+            [row["size"], row["method"], row["samples"], *(_value(row, name) for name in RANKING), row["seeds"]]
+            for row in rows
+            if "spearman" in row
+        ]
+        if lines:
+            parts.append(f"{backbone} on {data}:\n\n{_markdown(heading, lines)}")
+    return "\n".join(parts)
+
+
+def unseen_table(results: Results) -> str:
+    """Out of distribution, as Markdown: does the spread rise where the error does?"""
+    heading = ["n", "structures", "method", *(title for title, _, _ in UNSEEN.values()), "seeds"]
+    parts = []
+    for (backbone, data), rows in _by_place(results).items():
+        lines = [
+            [
+                *(row["size"], place, row["method"]),
+                *(_form(row["unseen"][place], UNSEEN, name) for name in UNSEEN),
+                row["seeds"],
+            ]
+            for size in dict.fromkeys(row["size"] for row in rows)
+            for place in rows[0]["unseen"]
+            for row in rows
+            if row["size"] == size
+        ]
+        if lines:
+            parts.append(f"{backbone} on {data}:\n\n{_markdown(heading, lines)}")
+    return "\n".join(parts)
+
+
+def together_table(results: Results) -> str:
+    """How well the spread ranks all structures, those of the test set and the unseen, by their error, as Markdown."""
+    heading = ["n", "method", "K", "Spearman", "of 3 samples", "of the force", "seeds"]
+    parts = []
+    for (backbone, data), rows in _by_place(results).items():
+        lines = []
+        for row in rows:
+            if scores := row.get("test_and_unseen"):
+                three = row.get("test_and_unseen_three_samples", scores)  # an ensemble has no more
+                ranked = (scores["spearman"], three["spearman"], scores["spearman_of_force"])
+                values = [with_deviation(value, 1, 2) for value in ranked]
+                lines.append([row["size"], row["method"], row["samples"], *values, row["seeds"]])
+        if lines:
+            parts.append(f"{backbone} on {data}:\n\n{_markdown(heading, lines)}")
+    return "\n".join(parts)
+
+
+def trials_table(results: Results) -> str:
+    """The trials of the tuning as Markdown, with whether the spread tells what is unseen."""
+    names = ("force_mae", "force_crps", "ssr_as_trained", "energy_crps")
+    lines = []
+    for row in summary(results):
+        apart = [
+            with_deviation(scores["auroc_spread"], 1, 2)
+            for scores in row["unseen"].values()
+            if "auroc_spread" in scores
+        ]
+        lines.append([row["method"], *(_value(row, name) for name in names), ", ".join(apart), row["seeds"]])
+    heading = ["setting", *(COLUMNS[name][0] for name in names), "AUROC of the unseen", "seeds"]
+    heading[3] = "SSR as trained"
+    return _markdown(heading, sorted(lines, key=lambda line: str(line[0])))
+
+
+def figure(results: Results) -> "Figure":
+    """Figure 2: accuracy, score, calibration and ranking against the size of the training set, a row per data set."""
+    places = _by_place(results)
+    shown = ("force_mae", "force_crps", "ssr", "spearman")
+    picture = empty_figure(3.4 * len(shown), 3.2 * len(places))
+    for line, (place, rows) in enumerate(places.items()):
+        methods = list(dict.fromkeys([*METHODS, *(row["method"] for row in rows)]))
+        for column, name in enumerate(shown):
+            title, scale, _ = COLUMNS[name]
+            axes = picture.add_subplot(len(places), len(shown), len(shown) * line + column + 1)
+            draw_score(axes, rows, methods, name, scale=scale)
+            axes.set(xlabel="training structures", title=title + (", meV/Å" if scale > 1 else ""))
+            if column == 0:
+                axes.set_ylabel(" on ".join(place))
+            if column == 1:
+                axes.legend(fontsize=7)
+    return picture

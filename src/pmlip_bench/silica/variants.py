@@ -1,0 +1,119 @@
+"""Methods of the silica benchmark fine-tuned otherwise, by "method+variant": what it compares, and what was tried."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pmlip.training.config import FinetuneConfig
+
+
+@dataclass(frozen=True)
+class Variant:
+    config: Mapping[str, Any] = field(default_factory=dict)  # what it changes in the settings of the fine-tuning
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the method
+
+
+# what a method has of its own in the benchmark, by its trials
+TUNED = {"blip": Variant({"second_moment": 0.999}), "mc-dropout": Variant({"last_rate": 0.0})}
+
+# what is scored
+AS_IN_THE_PAPER: dict[str, Any] = {"energy_without_noise": 0.0, "forces_without_noise": 0.0, "common_energy": 1.0}
+# of cells from before these could be set
+FORMERLY: dict[str, Any] = AS_IN_THE_PAPER | {"last_rate": 0.0, "balance": 0.0}
+
+COMPARED = {
+    "p+paper": Variant({"start": 0.0, **AS_IN_THE_PAPER}, {"noise_dim": 32}),
+    # its schedule counts steps but is advanced once per epoch, so its rates rise until the end; the usual memory of
+    # AdamW and no mean of the weights, of which it says nothing
+    "blip+published": Variant(
+        {
+            **AS_IN_THE_PAPER,
+            "second_moment": 0.999,
+            "average": 0.0,
+            "backbone_rate": 1e-5,
+            "noise_rate": 1e-4,
+            "batch": 8,
+            "steps": None,
+            "epochs": 50,
+            "clip": 0.5,
+            "warm_up": 1.0,
+        }
+    ),
+}
+
+# The tuning of CHGNet: for each method the same number of trials, which differ from what was usual before it.
+BEFORE = FinetuneConfig(steps=200, start=0.0, **FORMERLY)
+TRIALS: dict[str, dict[str, Variant]] = {
+    "p": {
+        "paper": COMPARED["p+paper"],
+        "128-dimensions": Variant({}, {"noise_dim": 128}),
+        "start-1": Variant({"start": 1.0}, {"noise_dim": 32}),
+        "start-1-128-dimensions": Variant({"start": 1.0}, {"noise_dim": 128}),
+    },
+    "blip": {
+        "as-is": Variant(),
+        "noise-1e-2": Variant({"noise_rate": 1e-2}),
+        "offset-4": Variant({"noise_rate": 1e-2}, {"offset": 4.0}),
+        "offset-4-wide": Variant({"noise_rate": 1e-2}, {"offset": 4.0, "prior": 0.1, "largest": 0.5}),
+    },
+    "mc-dropout": {
+        "share-0.0003": Variant({}, {"share": 0.0003}),
+        "share-0.001": Variant({}, {"share": 0.001}),
+        "share-0.005": Variant({}, {"share": 0.005}),
+        "share-0.01": Variant({}, {"share": 0.01}),
+    },
+    "deterministic": {
+        "as-is": Variant(),
+        "backbone-2e-3": Variant({"backbone_rate": 2e-3}),
+        "backbone-4e-3": Variant({"backbone_rate": 4e-3}),
+        "backbone-6e-3": Variant({"backbone_rate": 6e-3}),
+    },
+}
+
+# What else was tried: the usual memory of AdamW, other weights and scores of the energies, rates that do not fall to
+# zero, and what could help the forces of P.
+FIXED = 1e-9  # a rate at which noise weights stay what they are: the backbone learns to live with the noise
+_ENERGIES = {"energy_without_noise": 1.0, "common_energy": 0.1}
+_FORCES = {"start": 1.0, "forces_without_noise": 1.0, **_ENERGIES}
+_BALANCED = {**_FORCES, "last_rate": 0.3, "balance": 1.0}
+ATTEMPTS = {
+    "p+second-moment-0.999": Variant({"start": 0.0, "second_moment": 0.999}, {"noise_dim": 32}),
+    "blip+second-moment-0.999": Variant({"second_moment": 0.999}),
+    "deterministic+second-moment-0.999": Variant({"second_moment": 0.999}),
+    "deterministic+common-energy-0.1": Variant({"common_energy": 0.1}),
+    "blip+common-energy-0.1": Variant({"common_energy": 0.1, "second_moment": 0.999}),
+    "mc-dropout+common-energy-0.1": Variant({"common_energy": 0.1}),
+    "p+energy-without-noise-common-0.1": Variant({"start": 1.0, **_ENERGIES}),
+    "p+forces-without-noise": Variant(_FORCES),
+    "p+forces-without-noise-3": Variant({**_FORCES, "forces_without_noise": 3.0}),
+    "p+forces-without-noise-start-0.5": Variant({**_FORCES, "start": 0.5}),
+    "p+last-rate-0.3": Variant({**_FORCES, "last_rate": 0.3}),
+    "p+last-rate-0.3-noise-1e-3-start-2": Variant({**_FORCES, "last_rate": 0.3, "noise_rate": 1e-3, "start": 2.0}),
+    "p+last-rate-0.3-fixed-noise-start-2": Variant({**_FORCES, "last_rate": 0.3, "noise_rate": FIXED, "start": 2.0}),
+    "p+balanced": Variant(_BALANCED),
+    "p+balanced-energy-0.01": Variant({**_BALANCED, "energy": 0.01}),
+    "p+balanced-energy-0.2": Variant({**_BALANCED, "energy": 0.2}),
+    "deterministic+last-rate-0.3": Variant({"common_energy": 0.1, "last_rate": 0.3}),
+    "deterministic+last-rate-0.3-energy-0.01": Variant({"common_energy": 0.1, "last_rate": 0.3, "energy": 0.01}),
+    "deterministic+last-rate-0.3-energy-0.2": Variant({"common_energy": 0.1, "last_rate": 0.3, "energy": 0.2}),
+    "blip+last-rate-0.3": Variant({"common_energy": 0.1, "second_moment": 0.999, "last_rate": 0.3}),
+    "mc-dropout+last-rate-0.3": Variant({"common_energy": 0.1, "last_rate": 0.3}),
+}
+
+
+def trials(methods: list[str]) -> list[str]:
+    """The names of all trials of these methods; "method+trial" names one, also of what else was tried."""
+    names = []
+    for method in methods:
+        if method not in TRIALS and "+" not in method:
+            raise ValueError(f"unknown method {method!r}; tuned are: {', '.join(TRIALS)}")
+        names += [method] if "+" in method else [f"{method}+{name}" for name in TRIALS[method]]
+    return names
+
+
+VARIANTS = (
+    TUNED
+    | COMPARED
+    | ATTEMPTS
+    | {f"{method}+{name}": variant for method, own in TRIALS.items() for name, variant in own.items()}
+)

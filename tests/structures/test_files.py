@@ -1,0 +1,242 @@
+import ase.db
+import numpy as np
+import pytest
+from ase import Atoms
+from ase.build import bulk
+from ase.calculators.singlepoint import SinglePointCalculator
+from ase.io import write
+
+from pmlip.structures.files import read_structures
+from pmlip.structures.labels import labels
+
+
+def structures(count=3, *, seed=0):
+    """Rattled crystals with labels under ASE's own names."""
+    random = np.random.default_rng(seed)
+    made = []
+    for index in range(count):
+        atoms = bulk("NaCl", "rocksalt", a=5.6)
+        atoms.rattle(0.1, seed=index)
+        results = {"energy": -7.0 + random.normal(), "forces": random.normal(size=(2, 3))}
+        atoms.calc = SinglePointCalculator(atoms, **results, stress=random.normal(size=6))
+        made.append(atoms)
+    return made
+
+
+def renamed(atoms, names):
+    """The same with its labels under other names, as fields of the file."""
+    moved = atoms.copy()
+    for label, name in names.items():
+        value = atoms.calc.results[label]
+        if label == "forces":
+            moved.arrays[name] = value
+        else:
+            moved.info[name] = value
+    return moved
+
+
+def assert_same_labels(given, expected):
+    for name, value in labels(expected).items():
+        np.testing.assert_allclose(labels(given)[name], value, atol=1e-7)
+
+
+@pytest.mark.parametrize("suffix", ["extxyz", "db", "traj"])
+def test_labels_survive_the_file(tmp_path, suffix):
+    original, path = structures(), tmp_path / f"data.{suffix}"
+    if suffix == "db":
+        with ase.db.connect(path) as database:
+            for atoms in original:
+                database.write(atoms)
+    else:
+        write(path, original)
+    read, found = read_structures(path)
+    assert_same_labels(read, original)
+    assert found.structures == 3
+    assert found.elements == {"Na": 3, "Cl": 3}
+    assert "3 structures of 2 atoms (Na, Cl); labels: energy ('energy', 3 of 3)" in str(found)
+
+
+def test_labels_beside_the_results_in_a_database(tmp_path):
+    original = structures(2)
+    with ase.db.connect(tmp_path / "data.db") as database:
+        for atoms in original:
+            results = atoms.calc.results
+            bare = atoms.copy()
+            database.write(bare, REF_energy=results["energy"], data={"REF_forces": results["forces"]})
+    read, found = read_structures(tmp_path / "data.db")
+    assert found.labels == {"energy": ("REF_energy", 2), "forces": ("REF_forces", 2)}
+    np.testing.assert_allclose(read[1].get_forces(), original[1].get_forces())
+
+
+def test_npz(tmp_path):
+    original = structures()
+    content = {
+        "positions": [atoms.positions for atoms in original],
+        "cells": [atoms.cell.array for atoms in original],
+        "energies": [atoms.get_potential_energy() for atoms in original],
+        "forces": [atoms.get_forces() for atoms in original],
+    }
+    np.savez(tmp_path / "data.npz", symbols=["Na", "Cl"], **content)
+    read, found = read_structures(tmp_path / "data.npz")
+    assert set(found.labels) == {"energy", "forces"}
+    for given, expected in zip(read, original, strict=True):
+        np.testing.assert_allclose(given.get_forces(), expected.get_forces())
+        assert given.get_potential_energy() == pytest.approx(expected.get_potential_energy())
+        assert given.pbc.all()
+
+
+def test_npz_with_arrays_of_another_length(tmp_path):
+    original = structures()
+    content = {"symbols": ["Na", "Cl"], "positions": [atoms.positions for atoms in original]}
+    forces = [atoms.get_forces() for atoms in original]
+    np.savez(tmp_path / "data.npz", **content, forces=forces, cell=original[0].cell.array)  # one cell for all
+    assert all((atoms.cell == original[0].cell).all() for atoms in read_structures(tmp_path / "data.npz")[0])
+    np.savez(tmp_path / "data.npz", **content, forces=forces, energies=np.zeros(10))
+    with pytest.raises(ValueError, match=r"it holds 3 structures, but energy of shape \(10,\)"):
+        read_structures(tmp_path / "data.npz")
+
+
+def test_npz_with_labels_under_other_names(tmp_path):
+    original = structures()
+    content = {
+        "positions": [atoms.positions for atoms in original],
+        "cells": [atoms.cell.array for atoms in original],
+        "dft_energy": [atoms.get_potential_energy() for atoms in original],
+        "F": [atoms.get_forces() for atoms in original],
+        "name": "salt",
+    }
+    np.savez(tmp_path / "data.npz", symbols=["Na", "Cl"], **content)
+    read, found = read_structures(tmp_path / "data.npz", forces_key="F")
+    assert found.labels == {"energy": ("dft_energy", len(read)), "forces": ("F", len(read))}
+    np.testing.assert_allclose(read[1].get_forces(), original[1].get_forces())
+    with pytest.raises(ValueError, match=r"nothing in it is called 'f'; the names are: .*dft_energy.*F"):
+        read_structures(tmp_path / "data.npz", forces_key="f")
+
+
+def test_real_zeolites(shared):
+    read, found = read_structures(shared / "data" / "zeo22" / "edi.npz")
+    assert (len(read), found.atoms, set(found.elements)) == (1609, (15, 15), {"Si", "O"})
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"energy": "REF_energy", "forces": "REF_forces", "stress": "REF_stress"},
+        {"energy": "dft_energy", "forces": "dft_forces"},
+        {"energy": "energy", "forces": "force"},
+    ],
+)
+def test_names_people_use_are_found(tmp_path, names):
+    write(tmp_path / "data.extxyz", [renamed(atoms, names) for atoms in structures()])
+    read, found = read_structures(tmp_path / "data.extxyz")
+    assert {label: name for label, (name, _) in found.labels.items()} == names
+    np.testing.assert_allclose(read[1].get_forces(), structures()[1].get_forces(), atol=1e-7)
+
+
+def test_a_name_of_ones_own(tmp_path):
+    names = {"energy": "pbe_e", "forces": "pbe_f"}
+    write(tmp_path / "data.extxyz", [renamed(atoms, names) for atoms in structures()])
+    read, _ = read_structures(tmp_path / "data.extxyz", energy_key="pbe_e", forces_key="pbe_f")
+    assert_energy = [atoms.get_potential_energy() for atoms in read]
+    np.testing.assert_allclose(assert_energy, [atoms.get_potential_energy() for atoms in structures()], atol=1e-7)
+    with pytest.raises(ValueError, match=r"nothing in it is called 'pbe_g'; the names are: .*; did you mean 'pbe_"):
+        read_structures(tmp_path / "data.extxyz", energy_key="pbe_g")
+    with pytest.raises(ValueError, match=r"no energies, forces or stresses were found; the names in it are: .*pbe_e"):
+        read_structures(tmp_path / "data.extxyz")
+
+
+def test_reference_labels_win_over_those_another_potential_left(tmp_path):
+    atoms = structures(1)[0]
+    both = renamed(atoms, {"energy": "REF_energy", "forces": "REF_forces"})
+    both.calc = SinglePointCalculator(both, energy=99.0, forces=np.ones((2, 3)))
+    write(tmp_path / "data.extxyz", both)
+    read, _ = read_structures(tmp_path / "data.extxyz")
+    assert read[0].get_potential_energy() == pytest.approx(atoms.get_potential_energy())
+
+
+def test_a_prediction_is_not_taken_for_a_label_unless_asked_to(tmp_path):
+    made = structures(2)
+    made[1].info["energy_uncertainty"] = 0.1
+    write(tmp_path / "data.extxyz", made)
+    with pytest.raises(ValueError, match=r"structure 1 .* 'energy' is probably a prediction; .* --energy-key energy"):
+        read_structures(tmp_path / "data.extxyz")
+    keys = {f"{label}_key": label for label in ("energy", "forces", "stress")}
+    assert_same_labels(read_structures(tmp_path / "data.extxyz", **keys)[0], made)
+    # beside references, what has a plain name is no label
+    for atoms in made:
+        atoms.info["REF_energy"] = 1.0
+    write(tmp_path / "data.extxyz", made)
+    assert set(read_structures(tmp_path / "data.extxyz")[1].labels) == {"energy"}
+
+
+def test_a_virial_becomes_a_stress(tmp_path):
+    atoms = structures(1)[0]
+    virial = np.array([[1.0, 0.2, 0.3], [0.2, 2.0, 0.4], [0.3, 0.4, 3.0]])
+    moved = renamed(atoms, {"energy": "energy", "forces": "forces"})
+    moved.info["virial"] = moved.info["vasp_virial"] = virial
+    write(tmp_path / "data.extxyz", moved)
+    expected = -np.array([1.0, 2.0, 3.0, 0.4, 0.3, 0.2]) / atoms.get_volume()
+    for key in (None, "vasp_virial"):
+        read, _ = read_structures(tmp_path / "data.extxyz", stress_key=key)
+        np.testing.assert_allclose(read[0].get_stress(), expected)
+
+
+def test_a_second_name_for_the_same_label_is_not_overlooked(tmp_path):
+    """A file put together from two: without a word, the labels of one of them would be lost."""
+    first, second = structures(2)
+    mixed = [renamed(first, {"energy": "REF_energy", "forces": "REF_forces"}), second]
+    write(tmp_path / "data.extxyz", mixed)
+    with pytest.raises(ValueError, match=r"structure 1 \(ClNa\): its energy is called 'energy', that of others 'REF_e"):
+        read_structures(tmp_path / "data.extxyz")
+    read, found = read_structures(tmp_path / "data.extxyz", energy_key="energy", forces_key="forces")
+    assert found.labels["energy"] == ("energy", 1)
+    assert len(read) == 2
+    virial = renamed(first, {"energy": "energy", "forces": "forces"})
+    virial.info["virial"] = np.eye(3)
+    write(tmp_path / "data.extxyz", [second, virial])
+    with pytest.raises(
+        ValueError, match=r"structure 1 \(ClNa\): its stress is called 'virial', that of others 'stress'"
+    ):
+        read_structures(tmp_path / "data.extxyz")
+
+
+def bad(problem):
+    atoms = structures(1)[0]
+    good = structures(1)[0]
+    if problem == "nan":
+        atoms.calc.results["forces"][0, 0] = np.nan
+    else:
+        atoms = renamed(atoms, {"forces": "forces"})
+        atoms.info["energy"] = "low"
+        good = renamed(good, {"forces": "forces", "energy": "energy"})
+    return [good, atoms]
+
+
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        ("nan", r"data.extxyz: structure 1 \(ClNa\): its label 'forces' is NaN or infinite"),
+        ("word", r"data.extxyz: structure 1 \(ClNa\): its 'energy' is 'low', which is not numbers"),
+    ],
+)
+def test_bad_labels_name_the_file_and_the_structure(tmp_path, problem, message):
+    write(tmp_path / "data.extxyz", bad(problem))
+    with pytest.raises(ValueError, match=message):
+        read_structures(tmp_path / "data.extxyz")
+
+
+def test_files_that_cannot_be_used(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        read_structures(tmp_path / "none.extxyz")
+    (tmp_path / "empty.extxyz").touch()
+    with pytest.raises(ValueError, match=r"empty\.extxyz is empty"):
+        read_structures(tmp_path / "empty.extxyz")
+    (tmp_path / "text.extxyz").write_text("no structures here\n")
+    with pytest.raises(ValueError, match=r"text\.extxyz: "):
+        read_structures(tmp_path / "text.extxyz")
+    np.savez(tmp_path / "other.npz", R=np.zeros((2, 3, 3)), z=[1, 1, 8])
+    with pytest.raises(ValueError, match=r"other.npz: it cannot be read: .* must hold positions .*; it holds R, z"):
+        read_structures(tmp_path / "other.npz")
+    write(tmp_path / "bare.extxyz", Atoms("H2", [[0, 0, 0], [0, 0, 0.7]]))
+    with pytest.raises(ValueError, match="no energies, forces or stresses were found"):
+        read_structures(tmp_path / "bare.extxyz")

@@ -1,0 +1,38 @@
+import json
+import os
+
+import pytest
+
+from pmlip.atomic_files import atomic_write, write_json
+
+
+def test_a_file_appears_only_when_it_is_complete(tmp_path):
+    with atomic_write(tmp_path / "file") as file:
+        file.write(b"content")
+        assert not (tmp_path / "file").exists()
+    assert (tmp_path / "file").read_bytes() == b"content"
+
+
+def test_an_interrupted_write_leaves_nothing_behind(tmp_path):
+    (tmp_path / "file").write_text("old")
+
+    def interrupted():
+        with atomic_write(tmp_path / "file") as file:
+            file.write(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert (tmp_path / "file").read_text() == "old"
+    assert os.listdir(tmp_path) == ["file"]  # noqa: PTH208  names alone are wanted
+
+
+def test_json_into_folders_that_are_not_there_yet(tmp_path):
+    write_json(tmp_path / "a" / "b.json", {"x": [1, 2]})
+    assert json.loads((tmp_path / "a" / "b.json").read_text()) == {"x": [1, 2]}
+
+
+def test_permissions_are_those_of_any_new_file(tmp_path):
+    (tmp_path / "plain").touch()
+    write_json(tmp_path / "ours", {})
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "plain").stat().st_mode
