@@ -25,7 +25,7 @@ def shared() -> Path:
 def randomise_noise(model, *, scale=0.3, seed=0):
     """Random non-zero noise weights: at the start every property of the noise would hold trivially."""
     generator = torch.Generator().manual_seed(seed)
-    for parameter in [model.noise.mixing, *(layer.noise_weight for layer in noisy_layers(model.backbone))]:
+    for parameter in [model.noise.w_z, *(layer.noise_weight for layer in noisy_layers(model.backbone))]:
         with torch.no_grad():
             draw = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(scale * draw / parameter.shape[1] ** 0.5)

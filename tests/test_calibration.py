@@ -160,10 +160,10 @@ def test_what_cannot_be_calibrated_is_refused():
         calibrate(blip, structures[:1])
     crystal = Atoms("Cu", cell=[2.5, 2.5, 2.5], pbc=True)
     crystal.calc = SinglePointCalculator(crystal, energy=-3.0, forces=np.zeros((1, 3)))
-    width = model.noise.mixing.clone()
+    width = model.noise.w_z.clone()
     with pytest.raises(ValueError, match="symmetry fixes all forces of these structures"):
         calibrate(model, [crystal] * 4)
-    assert torch.equal(model.noise.mixing, width)
+    assert torch.equal(model.noise.w_z, width)
 
 
 def test_energies_of_a_model_that_was_trained_without_offsets_stay():

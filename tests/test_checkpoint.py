@@ -88,7 +88,7 @@ def test_precision_is_kept(tmp_path):
     model = randomise_noise(pmlip.perturb(tiny_backbone(dtype=torch.float32).double()))
     model.save(tmp_path / "model.pt")
     loaded = pmlip.load(tmp_path / "model.pt", backbone=tiny_backbone(dtype=torch.float32))
-    assert loaded.noise.mixing.dtype == torch.float64
+    assert loaded.noise.w_z.dtype == torch.float64
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in model.state_dict().items())
 
 

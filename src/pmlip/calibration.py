@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pmlip import metrics
 from pmlip.methods.base import Method, Progress
-from pmlip.samples import STILL, Outputs, Samples
+from pmlip.samples import SMALLEST_SPREAD, Outputs, Samples
 from pmlip.scores import fair_crps
 from pmlip.spread_fit import LEVEL, SMALLEST, best_factor, check_count, check_level, conformal_factor
 from pmlip.structures.atoms import as_structures
@@ -88,7 +88,7 @@ def calibrate(
     factor, step = 1.0, 1.0
     for number in range(ROUNDS):
         drawn, expected = model.sample_with_mean(listed, samples=count, seed=seed, chunk_atoms=chunk_atoms)
-        if not rounds and not bool((drawn.spread.forces > STILL).any()):
+        if not rounds and not bool((drawn.spread.forces > SMALLEST_SPREAD).any()):
             raise ValueError("symmetry fixes all forces of these structures, so they do not tell how large a spread is")
         rounds.append(_Round.of(factor, drawn, expected, target))
         if progress:
@@ -109,7 +109,7 @@ def calibrate(
         shift = float((rounds[0].energy - best.energy).mean())
         for part in model.parts():
             part.backbone.shift_all(shift)
-    moving = best.spread > STILL
+    moving = best.spread > SMALLEST_SPREAD
     sigma = torch.from_numpy(metrics.predictive_sigma(best.spread[moving], count))
     scores = ((best.forces - target).abs()[moving] / sigma).numpy()
     system = drawn.system[:, None].expand_as(moving)[moving].numpy()

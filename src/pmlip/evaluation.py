@@ -13,7 +13,7 @@ from ase import Atoms
 
 from pmlip import metrics, scores
 from pmlip.methods.base import Method, Progress
-from pmlip.samples import STILL, Outputs, Samples, mean_per_system
+from pmlip.samples import SMALLEST_SPREAD, Outputs, Samples, mean_per_system
 from pmlip.structures import LABELS
 from pmlip.structures.atoms import as_structures
 from pmlip.structures.labels import labels
@@ -132,7 +132,7 @@ def _scores(name: str, drawn: Samples, expected: Outputs, point: Outputs, target
     result["spread"] = float(spread[present].square().mean().sqrt())
     if result["rmse"] > 0:  # symmetry can make all forces zero, and then there is nothing to compare or to rank
         result["ssr"] = metrics.spread_skill_ratio(*chosen)
-    moving = present & (spread > (STILL if name == "forces" else 0))
+    moving = present & (spread > (SMALLEST_SPREAD if name == "forces" else 0))
     if bool(moving.any()):
         result["coverage_95"] = metrics.coverage(mean[moving], spread[moving], label[moving], drawn.count)
     if name == "forces" and bool(present.all()):

@@ -41,7 +41,7 @@ class Perturbed(nn.Module):
 
     def noise_parameters(self) -> list[nn.Parameter]:
         """W_z and the noise weights of all sites, without the backbone's own parameters."""
-        return [self.noise.mixing, *(layer.noise_weight for layer in noisy_layers(self.backbone))]
+        return [self.noise.w_z, *(layer.noise_weight for layer in noisy_layers(self.backbone))]
 
     @torch.no_grad()
     def randomise(self, std: float | Sequence[float], *, seed: int = 0) -> None:
@@ -66,13 +66,13 @@ class Perturbed(nn.Module):
         rows: Mapping[str, Tensor | None] | None = None,
         **kwargs: Any,
     ) -> Any:
-        self.noise.force(noise, rows)
+        self.noise.set_draw(noise, rows)
         try:
             outputs = self.backbone(*args, **kwargs)
             if noise is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 self._put_in_force_again(outputs)
         finally:
-            self.noise.force(None)
+            self.noise.set_draw(None)
         return outputs
 
     def _put_in_force_again(self, outputs: Any) -> None:
@@ -80,10 +80,10 @@ class Perturbed(nn.Module):
         draw, rows = self.noise.draw, self.noise.rows
 
         def put_back(_: Tensor) -> None:
-            self.noise.force(draw, rows)
+            self.noise.set_draw(draw, rows)
             # the engine's own callback for the end of a backward pass, which DDP relies on too
             engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(partial(self.noise.force, None))
+            engine.queue_callback(partial(self.noise.set_draw, None))
 
         for output in _tensors(outputs):
             if output.requires_grad:
@@ -97,7 +97,7 @@ class Perturbed(nn.Module):
         if sample < 0:
             raise ValueError(f"samples are numbered from 0, got sample={sample}")
         copied = copy.deepcopy(self)
-        copied.noise.force(copied.draw(sample + 1, seed=seed, kind=kind)[sample])
+        copied.noise.set_draw(copied.draw(sample + 1, seed=seed, kind=kind)[sample])
         for layer in list(noisy_layers(copied.backbone)):
             layer.fold()
         return copied.backbone

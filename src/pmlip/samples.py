@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 PER_ATOM = ("forces", "positions")  # outputs with one row per atom; all others have one row per system
-STILL = 1e-5  # eV/Å; symmetry fixes a force whose spread is smaller, but for rounding
+SMALLEST_SPREAD = 1e-5  # eV/Å; symmetry fixes a force whose spread is smaller, but for rounding
 
 UNTRAINED = (
     "the noise of this model was never trained (its noise weights are all zero), so its samples say nothing about its "

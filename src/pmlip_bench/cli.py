@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from pmlip.cli.options import AsJson, EnergyKey, ForcesKey, StressKey, Trust, Weights, one_sentence, print_json
+from pmlip.cli.options import AsJson, EnergyKey, ForcesKey, StressKey, Trust, Weights, exit_on_error, print_json
 from pmlip.training.config import FinetuneConfig
 
 bench = typer.Typer(no_args_is_help=True, help="Benchmarks; each writes result files.")
@@ -48,7 +48,7 @@ def nbody(
         for name, count, ratio in parameter_table():
             typer.echo(f"{name:24} {count:8,} {ratio:5.2f}x")
         return
-    with one_sentence():
+    with exit_on_error():
         if preset not in benchmark.PRESETS:
             raise ValueError(f"unknown preset {preset!r}; allowed: {', '.join(benchmark.PRESETS)}")
         chosen = benchmark.PRESETS[preset]
@@ -77,7 +77,7 @@ def nbody_trials(
     """
     from pmlip_bench.nbody.trials import tune
 
-    with one_sentence():
+    with exit_on_error():
         tune(_listed(methods), out, jobs=jobs, console=Console())
 
 
@@ -93,7 +93,7 @@ def nbody_ablation(
     """
     from pmlip_bench.nbody.trials import ablate
 
-    with one_sentence():
+    with exit_on_error():
         ablate(out, seeds=seeds, jobs=jobs, console=Console())
 
 
@@ -133,7 +133,7 @@ def silica(
     from pmlip_bench.silica.cells import run
     from pmlip_bench.silica.data import SHIPPED, SilicaSettings
 
-    with one_sentence():
+    with exit_on_error():
         data = SHIPPED if data == "silica_pbe" else data  # its name in Python
         if test is not None and (data == SHIPPED or test_data):
             raise ValueError(f"--test {test}: there is a test set already, {test_data or f'that of {data}'}")
@@ -178,7 +178,7 @@ def silica_trials(
     from pmlip_bench.silica.data import TUNING, SilicaSettings
     from pmlip_bench.silica.variants import BEFORE, trials
 
-    with one_sentence():
+    with exit_on_error():
         run(
             SilicaSettings(backbone="chgnet", data=TUNING, config=BEFORE),
             names=trials(_listed(methods)),
@@ -206,7 +206,7 @@ def symmetry(
     """
     from pmlip_bench.symmetry import run
 
-    with one_sentence():
+    with exit_on_error():
         run(backbone, model=model, weights=weights, trust=trust, out=out, console=Console())
 
 
@@ -224,7 +224,7 @@ def speed(
     """
     from pmlip_bench.speed import run
 
-    with one_sentence():
+    with exit_on_error():
         run(only, out, Console(), backbone=backbone, weights=weights, trust=trust)
 
 

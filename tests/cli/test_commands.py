@@ -86,12 +86,12 @@ def test_the_spread_is_scaled_to_the_validation_structures(tmp_path):
     assert calibration["data"] == "valid.extxyz"
     assert calibration["crps"][1] <= calibration["crps"][0]
     assert "calibration" not in json.loads((tmp_path / "b" / "summary.json").read_text())
-    after, before = (pmlip.load(tmp_path / name / "model.pt").noise.mixing for name in ("a", "b"))
+    after, before = (pmlip.load(tmp_path / name / "model.pt").noise.w_z for name in ("a", "b"))
     torch.testing.assert_close(after, calibration["factor"] * before)
     # a run that was stopped while it calibrated, or is asked for again, ends with the same model
     (tmp_path / "a" / "model.pt").unlink()
     assert invoke(*given, "--out", tmp_path / "a").exit_code == 0
-    assert torch.equal(pmlip.load(tmp_path / "a" / "model.pt").noise.mixing, after)
+    assert torch.equal(pmlip.load(tmp_path / "a" / "model.pt").noise.w_z, after)
 
 
 def test_finished_runs_are_not_run_again(finetuned):
@@ -331,7 +331,7 @@ def test_calibrate_stores_the_scale(finetuned, tmp_path):
     assert "need more than 3 structures" in said
     calibration = json.loads(invoke("info", tmp_path / "scaled.pt", "--json").stdout)["calibration"]
     assert calibration["data"] == "valid.extxyz"
-    before, after = (pmlip.load(file).noise.mixing for file in (out / "model.pt", tmp_path / "scaled.pt"))
+    before, after = (pmlip.load(file).noise.w_z for file in (out / "model.pt", tmp_path / "scaled.pt"))
     torch.testing.assert_close(after, calibration["factor"] * before)
 
 

@@ -44,7 +44,7 @@ def test_outputs_are_those_of_random_weights():
     """Mean and variance over draws of the layer's outputs against those over draws of its weights N(W, alpha W^2)."""
     net, posterior = network()
     alpha = {"row": torch.full((20_000, 2), 0.3, dtype=torch.float64)}
-    with posterior.in_force(alpha, torch.Generator().manual_seed(1)), torch.no_grad():
+    with posterior.drawing(alpha, torch.Generator().manual_seed(1)), torch.no_grad():
         drawn = net[0](X[:1].expand(20_000, -1))
     generator = torch.Generator().manual_seed(2)
     noise = torch.randn(20_000, 4, 5, dtype=torch.float64, generator=generator)
@@ -59,7 +59,7 @@ def test_without_noise_it_is_the_plain_network():
     plain = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     plain.load_state_dict(net.state_dict())
     assert torch.equal(net(X), plain(X))
-    with posterior.in_force(posterior.infer({"row": X}), torch.Generator()):
+    with posterior.drawing(posterior.infer({"row": X}), torch.Generator()):
         assert not torch.allclose(net(X), plain(X))
     assert torch.equal(net(X), plain(X))
 
@@ -78,7 +78,7 @@ def test_copies_are_independent_and_the_same(copied):
     alpha = {"row": torch.ones(3, 2, dtype=torch.float64)}
     outputs = []
     for net, posterior in (pair, twin):
-        with posterior.in_force(alpha, torch.Generator().manual_seed(0)):
+        with posterior.drawing(alpha, torch.Generator().manual_seed(0)):
             outputs.append(net(X))
     assert torch.equal(*outputs)
 

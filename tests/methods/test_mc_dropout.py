@@ -18,7 +18,7 @@ def network():
 def test_outside_it_is_the_plain_network():
     net, dropout = network()
     plain = net(X)
-    with dropout.in_force(torch.Generator().manual_seed(0)):
+    with dropout.drawing(torch.Generator().manual_seed(0)):
         assert not torch.allclose(net(X), plain)
     assert torch.equal(net(X), plain)
 
@@ -29,7 +29,7 @@ def test_a_seed_repeats_its_choice_and_the_mean_is_the_plain_output():
     outputs = []
     with torch.no_grad():
         for _ in range(2):
-            with dropout.in_force(torch.Generator().manual_seed(1)):
+            with dropout.drawing(torch.Generator().manual_seed(1)):
                 outputs.append(net(many))
         assert torch.equal(*outputs)
         torch.testing.assert_close(outputs[0].mean(0), net(X[:1])[0], rtol=0, atol=0.01)
@@ -37,7 +37,7 @@ def test_a_seed_repeats_its_choice_and_the_mean_is_the_plain_output():
 
 def test_the_share_of_units_is_left_out():
     _, dropout = network()
-    with dropout.in_force(torch.Generator().manual_seed(2)):
+    with dropout.drawing(torch.Generator().manual_seed(2)):
         thinned = dropout.thin(torch.ones(100_000))
     assert float((thinned == 0).float().mean()) == pytest.approx(0.25, abs=0.01)
     assert thinned.unique().tolist() == pytest.approx([0, 4 / 3])
@@ -46,7 +46,7 @@ def test_the_share_of_units_is_left_out():
 def test_copies_are_independent():
     net, dropout = network()
     twin, _ = copy.deepcopy((net, dropout))
-    with dropout.in_force(torch.Generator()):
+    with dropout.drawing(torch.Generator()):
         assert torch.equal(twin(X), network()[0](X))
 
 

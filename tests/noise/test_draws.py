@@ -81,12 +81,12 @@ def test_bad_draws_are_refused(arguments, message):
 
 def test_noise_of_a_wrong_shape_is_refused():
     with pytest.raises(ValueError, match=r"shape \(4,\) or \(system, 4\), got \(3,\)"):
-        Noise(4).force(torch.zeros(3))
+        Noise(4).set_draw(torch.zeros(3))
 
 
 def test_several_systems_need_the_index_of_their_rows():
     noise = Noise(4)
-    noise.force(torch.zeros(2, 4), {"node": torch.tensor([0, 1])})
+    noise.set_draw(torch.zeros(2, 4), {"node": torch.tensor([0, 1])})
     with pytest.raises(ValueError, match=r"each 'edge' row; given: node"):
         noise.shift(torch.zeros(3, 4), "edge")
 

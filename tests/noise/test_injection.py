@@ -67,7 +67,7 @@ def test_noise_is_a_shift_of_the_bias():
     by_hand = copy.deepcopy(model.backbone)
     for layer in noisy_layers(by_hand):
         with torch.no_grad():
-            layer.bias += layer.noise_weight @ model.noise.mixing @ e
+            layer.bias += layer.noise_weight @ model.noise.w_z @ e
     torch.testing.assert_close(model(X, noise=e), by_hand(X))
     assert not torch.allclose(model(X, noise=e), model(X))
 
@@ -106,7 +106,7 @@ def test_every_noise_weight_gets_a_gradient_from_the_start():
     model = pmlip.perturb(MLP(), noise_dim=4, sites=["first", "second"])
     model(X.float(), noise=model.draw(1)[0]).square().sum().backward()
     assert all(layer.noise_weight.grad.abs().sum() > 0 for layer in noisy_layers(model))
-    assert model.noise.mixing.grad is not None
+    assert model.noise.w_z.grad is not None
 
 
 # what it survives
@@ -119,7 +119,7 @@ def test_deepcopy_and_pickle(copied):
     twin = copied(model)
     assert_same(model, twin)
     with torch.no_grad():
-        twin.noise.mixing.zero_()  # the copy's own, so its noise is gone and the original's is not
+        twin.noise.w_z.zero_()  # the copy's own, so its noise is gone and the original's is not
     e = model.draw(1)[0]
     torch.testing.assert_close(twin(X, noise=e), twin(X))
     assert not torch.allclose(model(X, noise=e), model(X))
@@ -215,8 +215,8 @@ def test_several_models_in_one_process_and_in_one_ensemble():
     models = nn.ModuleList([make(), make(seed=1)])
     e = models[0].draw(2)
     alone = [make()(X, noise=e[0]), make(seed=1)(X, noise=e[1])]
-    models[0].noise.force(e[0])
-    models[1].noise.force(e[1])
+    models[0].noise.set_draw(e[0])
+    models[1].noise.set_draw(e[1])
     for model, expected in zip(models, alone, strict=True):  # each still has its own noise in force
         torch.testing.assert_close(model.backbone(X), expected)
     assert len(models.state_dict()) == 2 * len(models[0].state_dict())

@@ -8,7 +8,7 @@ from torch.nn import functional
 from pmlip.methods.p import perturb
 from pmlip.nbody.egnn import EGNN, EGNNConfig
 from pmlip.noise.injection import Site, vanish_with_input
-from pmlip.noise.split_linear import GatheredLinear, gathered, linear
+from pmlip.noise.split_linear import SplitLinear, linear, split_input
 
 
 def rows():
@@ -17,12 +17,12 @@ def rows():
     nodes, edges = (torch.randn(count, 3, generator=generator, dtype=torch.float64) for count in (4, 10))
     first, second = torch.randint(4, (2, 10), generator=generator)
     together = torch.cat([nodes[first], edges, nodes[second]], -1)
-    return gathered((nodes, first), (edges, None), (nodes, second)), together
+    return split_input((nodes, first), (edges, None), (nodes, second)), together
 
 
 def test_rows_in_parts_give_what_rows_put_together_give():
     parts, together = rows()
-    layer = GatheredLinear(9, 5).double()
+    layer = SplitLinear(9, 5).double()
     expected = functional.linear(together, layer.weight, layer.bias)
     torch.testing.assert_close(layer(parts), expected)
     torch.testing.assert_close(layer(together), expected)
@@ -33,7 +33,7 @@ def test_rows_in_parts_give_what_rows_put_together_give():
 
 def test_layers_and_rows_can_be_copied():
     parts, _ = rows()
-    layer = GatheredLinear(9, 5).double()
+    layer = SplitLinear(9, 5).double()
     for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(again(parts), layer(parts))
     assert torch.equal(layer(pickle.loads(pickle.dumps(parts))), layer(parts))

@@ -214,7 +214,7 @@ def test_a_run_goes_on_after_a_gradient_that_is_no_number(tmp_path, monkeypatch)
         value = backpropagate(predict, noise, loss, **options)
         calls.append(value)
         if len(calls) == 3:
-            tried.noise.mixing.grad.fill_(torch.nan)
+            tried.noise.w_z.grad.fill_(torch.nan)
         return value
 
     tried = model()
@@ -322,7 +322,7 @@ def test_the_weaker_the_response_to_noise_the_larger_its_rate():
     data = molecules()
     weak, strong = model(), model()
     with torch.no_grad():
-        strong.noise.mixing.mul_(3)
+        strong.noise.w_z.mul_(3)
     rates = [made.rate_for_new(made.responses(data), 0.1) for made in (weak, strong)]
     assert rates[0] == pytest.approx(3 * rates[1], rel=0.02)
     responses = weak.responses(data)

@@ -6,14 +6,14 @@ import torch
 from torch import nn
 
 from pmlip.training.config import FinetuneConfig
-from pmlip.training.optimiser import Optimisation
+from pmlip.training.optimiser import Optimiser
 
 CONFIG = FinetuneConfig(steps=10, warm_up=0.2, average=0.5, clip=1e9)
 
 
 def made(config=CONFIG):
     fast, slow = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))
-    return Optimisation([([fast], 0.1), ([slow], 0.01), ([], 1.0)], config, steps=10), fast, slow
+    return Optimiser([([fast], 0.1), ([slow], 0.01), ([], 1.0)], config, steps=10), fast, slow
 
 
 def take(optimisation, number, gradient=1.0):
@@ -77,4 +77,4 @@ def test_gradients_are_clipped_and_those_that_are_no_numbers_move_nothing():
 
 def test_there_must_be_something_to_train():
     with pytest.raises(ValueError, match="there is nothing to train"):
-        Optimisation([([], 0.1)], CONFIG, steps=1)
+        Optimiser([([], 0.1)], CONFIG, steps=1)

@@ -22,7 +22,7 @@ from pmlip.atomic_files import atomic_write
 from pmlip.backbones.base import Backbone, Graph, conservative_outputs, distance_features, times_own
 from pmlip.noise.injection import Site
 from pmlip.noise.layer_classes import become
-from pmlip.noise.split_linear import Gathered, GatheredLinear, gathered
+from pmlip.noise.split_linear import SplitInput, SplitLinear, split_input
 from pmlip.structures.atoms import StructureError
 
 try:
@@ -55,14 +55,14 @@ class Batch:
 class SplitGatedMLP(GatedMLP):
     """The package's gated MLP on rows that are not put together."""
 
-    def forward(self, rows: Gathered) -> Tensor:
+    def forward(self, rows: SplitInput) -> Tensor:
         core, gate = (_through(mlp, rows) for mlp in (self.mlp_core, self.mlp_gate))
         if self.norm is not None:
             core, gate = self.bn1(core), self.bn2(gate)
         return self.activation(core) * self.sigmoid(gate)
 
 
-def _through(mlp: MLP, rows: Gathered) -> Any:
+def _through(mlp: MLP, rows: SplitInput) -> Any:
     x: Any = rows
     for layer in mlp.layers:
         if not isinstance(layer, nn.Dropout):  # of nothing, and it takes no rows in parts
@@ -81,7 +81,7 @@ class SplitAtomConv(AtomConv):
     ) -> Tensor:
         centre, neighbour = atom_graph.unbind(1)
         bond = directed2undirected
-        rows = gathered((atom_feas, centre), (bond_feas, bond), (atom_feas, neighbour))
+        rows = split_input((atom_feas, centre), (bond_feas, bond), (atom_feas, neighbour))
         messages = self.twoBody_atom(rows) * bond_weights.index_select(0, bond)
         return atom_feas + self.mlp_out(torch.zeros_like(atom_feas).index_add(0, centre, messages))
 
@@ -91,7 +91,7 @@ class SplitBondConv(BondConv):
         self, atom_feas: Tensor, bond_feas: Tensor, bond_weights: Tensor, angle_feas: Tensor, bond_graph: Tensor
     ) -> Tensor:
         centre, first, second = bond_graph.unbind(1)
-        rows = gathered((bond_feas, first), (bond_feas, second), (angle_feas, None), (atom_feas, centre))
+        rows = split_input((bond_feas, first), (bond_feas, second), (angle_feas, None), (atom_feas, centre))
         messages = self.twoBody_bond(rows) * bond_weights.index_select(0, first) * bond_weights.index_select(0, second)
         return bond_feas + self.mlp_out(torch.zeros_like(bond_feas).index_add(0, first, messages))
 
@@ -99,7 +99,7 @@ class SplitBondConv(BondConv):
 class SplitAngleUpdate(AngleUpdate):
     def forward(self, atom_feas: Tensor, bond_feas: Tensor, angle_feas: Tensor, bond_graph: Tensor) -> Tensor:
         centre, first, second = bond_graph.unbind(1)
-        rows = gathered((bond_feas, first), (bond_feas, second), (angle_feas, None), (atom_feas, centre))
+        rows = split_input((bond_feas, first), (bond_feas, second), (angle_feas, None), (atom_feas, centre))
         return angle_feas + self.twoBody_bond(rows)
 
 
@@ -126,7 +126,7 @@ def _split(module: CHGNet) -> None:
     for part in inner:
         if type(part) is GatedMLP:
             for mlp in (part.mlp_core, part.mlp_gate):
-                become(next(layer for layer in mlp.layers if isinstance(layer, nn.Linear)), GatheredLinear)
+                become(next(layer for layer in mlp.layers if isinstance(layer, nn.Linear)), SplitLinear)
         if type(part) in SPLIT:
             become(part, SPLIT[type(part)])
 

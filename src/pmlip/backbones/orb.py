@@ -22,7 +22,7 @@ from pmlip.backbones.base import Backbone, Graph, conservative_outputs, distance
 from pmlip.errors import first_reason
 from pmlip.noise.injection import Site
 from pmlip.noise.layer_classes import become
-from pmlip.noise.split_linear import GatheredLinear, gathered
+from pmlip.noise.split_linear import SplitLinear, split_input
 from pmlip.structures.atoms import StructureError
 
 try:
@@ -54,7 +54,7 @@ class SplitInteraction(AttentionInteractionNetwork):
         if cond_nodes is not None:
             nodes = nodes + self._cond_node_proj(cond_nodes)
         first, *rest = self._edge_mlp.mlp
-        messages = first(gathered((edges, None), (nodes, senders), (nodes, receivers)))
+        messages = first(split_input((edges, None), (nodes, senders), (nodes, receivers)))
         for layer in (*rest, *list(self._edge_mlp)[1:]):
             messages = layer(messages)
         received = torch.sigmoid(self._receive_attn(edges)) * cutoff
@@ -74,7 +74,7 @@ def _split(layer: Any) -> None:
         and layer._node_cond in ("none", "additive")
     ):
         become(layer, SplitInteraction)
-        become(layer._edge_mlp.mlp[0], GatheredLinear)
+        become(layer._edge_mlp.mlp[0], SplitLinear)
 
 
 class OrbBackbone(Backbone):

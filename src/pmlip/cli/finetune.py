@@ -24,8 +24,8 @@ from pmlip.cli.checks import chosen, chosen_device, name_of_structure
 from pmlip.cli.progress import progress_bar, resumable
 from pmlip.methods.base import FIXED_ATOMS, Method
 from pmlip.provenance import environment
-from pmlip.samples import STILL
-from pmlip.structures.atoms import evenly, in_file
+from pmlip.samples import SMALLEST_SPREAD
+from pmlip.structures.atoms import in_file, subsample
 from pmlip.structures.files import read_structures
 from pmlip.structures.labels import check_labels, labels
 from pmlip.training.config import FinetuneConfig
@@ -170,14 +170,14 @@ def _calibrate(trained: Method, held_out: Sequence[Atoms], data: str, console: C
             "is as trained; `pmlip calibrate` scales it to others"
         )
         return
-    some = evenly(usable, MOST_FOR_CALIBRATION)
+    some = subsample(usable, MOST_FOR_CALIBRATION)
     calibrate_and_say(trained, some, data=data, chunk_atoms=FIXED_ATOMS, console=console)
 
 
 def _tells_of_errors(atoms: Atoms) -> bool:
     """Whether it has forces that symmetry does not fix."""
     forces = labels([atoms]).forces
-    return bool(forces.isfinite().all() and (forces.abs() > STILL).any())
+    return bool(forces.isfinite().all() and (forces.abs() > SMALLEST_SPREAD).any())
 
 
 def _split(available: int, count: int | None, seed: int, path: Path) -> tuple[list[int], list[int]]:

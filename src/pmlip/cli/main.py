@@ -16,7 +16,7 @@ from pmlip.cli.options import (
     StressKey,
     Trust,
     Weights,
-    one_sentence,
+    exit_on_error,
     options_of,
     print_json,
 )
@@ -52,7 +52,7 @@ def demo(
     """
     from pmlip.cli.demo import run
 
-    with one_sentence():
+    with exit_on_error():
         record = run(out, steps=steps, seed=seed, console=Console(quiet=as_json))
     print_json(record, as_json)
 
@@ -95,7 +95,7 @@ def finetune(
     """
     from pmlip.cli.finetune import run
 
-    with one_sentence():
+    with exit_on_error():
         keys = {"energy_key": energy_key, "forces_key": forces_key, "stress_key": stress_key}
         record = run(
             train,
@@ -159,7 +159,7 @@ def evaluate(
     """
     from pmlip.cli.evaluate import run
 
-    with one_sentence():
+    with exit_on_error():
         record = run(
             model,
             data,
@@ -202,7 +202,7 @@ def predict(
     """
     from pmlip.cli.predict import run
 
-    with one_sentence():
+    with exit_on_error():
         console = Console(quiet=as_json)
         record = run(
             model,
@@ -242,7 +242,7 @@ def calibrate(
     """
     from pmlip.cli.calibrate import run
 
-    with one_sentence():
+    with exit_on_error():
         record = run(
             model,
             data,
@@ -278,7 +278,7 @@ def fold(
     """
     from pmlip.cli.fold import run
 
-    with one_sentence():
+    with exit_on_error():
         console = Console(quiet=as_json)
         record = run(model, out=out, sample=sample, seed=seed, weights=weights, trust=trust, console=console)
     print_json(record, as_json)
@@ -292,6 +292,6 @@ def info(model: Model, as_json: AsJson = False) -> None:
     """
     from pmlip.cli.info import run
 
-    with one_sentence():
+    with exit_on_error():
         record = run(model, console=Console(quiet=as_json))
     print_json(record, as_json)

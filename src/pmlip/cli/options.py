@@ -30,7 +30,7 @@ def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
     """Take what a TOML file says for what the command line does not say."""
     if path is None:
         return None
-    with one_sentence():
+    with exit_on_error():
         if not path.is_file():
             raise FileNotFoundError(f"there is no file {path}")
         try:
@@ -86,7 +86,7 @@ def print_json(record: Any, wanted: bool) -> None:
 
 
 @contextlib.contextmanager
-def one_sentence() -> Iterator[None]:
+def exit_on_error() -> Iterator[None]:
     """An error in one sentence, not a traceback: exit code 2 for what cannot be used, 1 for what failed otherwise."""
     try:
         yield

@@ -10,14 +10,14 @@ from ase import Atoms
 
 from pmlip.methods.base import evaluating
 from pmlip.noise.injection import noisy_layers
-from pmlip.structures.atoms import evenly
+from pmlip.structures.atoms import subsample
 
 if TYPE_CHECKING:
     from pmlip.methods.p import Potential
 
 RELAXED = 0.05  # eV/Å; with smaller forces, structures are at rest
 STRUCTURES, PROBES = 4, 8  # of each
-STILL = 1e-3  # eV/Å for noise weights of size 1; CHGNet, which responds least, has 0.05
+SMALLEST_SPREAD = 1e-3  # eV/Å for noise weights of size 1; CHGNet, which responds least, has 0.05
 DEAD = 0.02  # of the largest response: some layers, as CHGNet's last of angles, do not reach the forces
 
 
@@ -29,9 +29,9 @@ def of_layers(potential: "Potential", structures: Sequence[Atoms]) -> list[float
     tried = copy.deepcopy(potential)
     tried.randomise(0.0)
     weights = [layer.noise_weight for layer in noisy_layers(tried.backbone)]
-    mixing, generator = tried.noise.mixing.detach(), torch.Generator().manual_seed(0)
+    w_z, generator = tried.noise.w_z.detach(), torch.Generator().manual_seed(0)
     squares, e = torch.zeros(len(weights), dtype=torch.float64), tried.draw(1)
-    some = evenly(structures, STRUCTURES)
+    some = subsample(structures, STRUCTURES)
     with evaluating(tried), torch.enable_grad():
         for atoms in some:
             graph = tried.backbone.graph([_in_motion(atoms, tried)])
@@ -41,9 +41,9 @@ def of_layers(potential: "Potential", structures: Sequence[Atoms]) -> list[float
                 found = torch.autograd.grad(forces, weights, probe, retain_graph=True, materialize_grads=True)
                 squares += torch.stack([x.double().square().sum().cpu() for x in found]) / forces.numel()
     # the shift of a layer is its weights times z, here one z, in a spread all
-    per_shift = squares / (len(some) * PROBES) / float((e.to(mixing) @ mixing.T).square().sum())
-    spreads = (per_shift * float(mixing.square().sum())).sqrt().tolist()
-    if max(spreads) < STILL:
+    per_shift = squares / (len(some) * PROBES) / float((e.to(w_z) @ w_z.T).square().sum())
+    spreads = (per_shift * float(w_z.square().sum())).sqrt().tolist()
+    if max(spreads) < SMALLEST_SPREAD:
         raise ValueError(
             "forces do not respond to noise, so no noise weights can be found that suit them; give structures with "
             "forces, or the rate and the start with --noise-rate and --start 0"

@@ -341,7 +341,7 @@ def each_sample(run: Any, draws: Tensor) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def random_numbers(generator: torch.Generator | None) -> Iterator[None]:
+def seeded(generator: torch.Generator | None) -> Iterator[None]:
     """What torch draws inside, on the CPU, follows from this generator, and outside nothing changes; None: it does not.
 
     So layers need no generator of their own, which they could not take into a compiled network.

@@ -16,9 +16,9 @@ from ase.build import bulk
 from torch import Tensor, nn
 
 from pmlip.backbones.base import Backbone, Graph
-from pmlip.methods.base import WrappedMethod, each_sample, random_numbers
+from pmlip.methods.base import WrappedMethod, each_sample, seeded
 from pmlip.noise.layer_classes import Mixin, become, mixed_class
-from pmlip.noise.split_linear import Gathered, linear
+from pmlip.noise.split_linear import SplitInput, linear
 
 
 class Posterior(nn.Module):
@@ -61,11 +61,11 @@ class Posterior(nn.Module):
         return alphas
 
     @contextlib.contextmanager
-    def in_force(self, alpha: Mapping[str, Tensor] | None, generator: torch.Generator | None) -> Iterator[None]:
+    def drawing(self, alpha: Mapping[str, Tensor] | None, generator: torch.Generator | None) -> Iterator[None]:
         """The layers that run inside draw their weights with this alpha; None: they do not."""
         self.alpha = alpha
         try:
-            with random_numbers(generator):
+            with seeded(generator):
                 yield
         finally:
             self.alpha = None
@@ -91,7 +91,7 @@ class VariationalLayer(Mixin):
     posterior: tuple[Posterior]  # in a tuple, so that it is not registered as a part of every layer
     place: tuple[str, int]  # kind of row, and which of its layers this is
 
-    def forward(self, x: Tensor | Gathered) -> Tensor:
+    def forward(self, x: Tensor | SplitInput) -> Tensor:
         layer: Any = self
         mean: Tensor = super().forward(x)
         posterior = self.posterior[0]
@@ -173,7 +173,7 @@ class BLIP(WrappedMethod):
         self._alpha = math.exp(float(torch.cat([values.detach().log().flatten() for values in alpha.values()]).mean()))
 
         def run(generator: torch.Generator) -> dict[str, Tensor]:
-            with self.posterior.in_force(alpha, generator):
+            with self.posterior.drawing(alpha, generator):
                 return dict(self.backbone(graph))
 
         return each_sample(run, draws)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pmlip.backbones.base import Backbone, Graph
-from pmlip.methods.base import WrappedMethod, each_sample, random_numbers
+from pmlip.methods.base import WrappedMethod, each_sample, seeded
 from pmlip.noise.layer_classes import Mixin, become, mixed_class
 
 
@@ -23,11 +23,11 @@ class Dropout(nn.Module):
         self.active = False
 
     @contextlib.contextmanager
-    def in_force(self, generator: torch.Generator) -> Iterator[None]:
+    def drawing(self, generator: torch.Generator) -> Iterator[None]:
         """The layers that run inside leave units out; outside they use all."""
         self.active = True
         try:
-            with random_numbers(generator):
+            with seeded(generator):
                 yield
         finally:
             self.active = False
@@ -82,7 +82,7 @@ class MCDropout(WrappedMethod):
             return {name: value[None] for name, value in self.backbone(graph).items()}
 
         def run(generator: torch.Generator) -> dict[str, Tensor]:
-            with self.dropout.in_force(generator):
+            with self.dropout.drawing(generator):
                 return dict(self.backbone(graph))
 
         return each_sample(run, draws)

@@ -31,8 +31,8 @@ class Potential(Perturbed, Method):
         super().__init__(backbone, sites, noise_dim)
         # The zero of a sample's energies, in eV per atom: its slope in z, and its curvature. Noise that moves forces
         # moves all energies together much more than it moves them apart, and about their zero the data leave no doubt.
-        self.energy_zero = nn.Parameter(torch.zeros_like(self.noise.mixing[0]))
-        self.register_buffer("energy_curvature", torch.zeros_like(self.noise.mixing.detach()))
+        self.energy_zero = nn.Parameter(torch.zeros_like(self.noise.w_z[0]))
+        self.register_buffer("energy_curvature", torch.zeros_like(self.noise.w_z.detach()))
 
     def forward(self, graph: Graph, noise: Tensor | None = None) -> dict[str, Tensor]:  # type: ignore[override]  # not any arguments
         """Outputs with the sample axis first, for noise (sample, noise) or (sample, system, noise); None: z = 0."""
@@ -53,7 +53,7 @@ class Potential(Perturbed, Method):
 
     def _zero(self, noise: Tensor) -> Tensor:
         """The zero of the energies for draws e (..., noise), in eV per atom."""
-        z = functional.linear(noise.to(self.noise.mixing), self.noise.mixing)
+        z = functional.linear(noise.to(self.noise.w_z), self.noise.w_z)
         return (z @ self.energy_zero + 0.5 * (z @ self.energy_curvature * z).sum(-1)).double()
 
     def draw_for_training(self, samples: int, systems: int, generator: torch.Generator) -> Tensor:
@@ -76,7 +76,7 @@ class Potential(Perturbed, Method):
         def gradient(e: Tensor) -> Tensor:
             """That of the mean energy per atom, (sample, noise); in small passes, for it must not need more memory
             than a training step."""
-            e = e.to(self.noise.mixing)
+            e = e.to(self.noise.w_z)
             sums = torch.zeros_like(e)
             for graph, atoms in graphs:
                 for own, total in zip(*(x.split(max(1, ATOMS_IN_A_GRADIENT // atoms)) for x in (e, sums)), strict=True):
@@ -89,7 +89,7 @@ class Potential(Perturbed, Method):
         slope = _energy_zero.fit_slope(gradient, self.noise.dim)
         curvature = _energy_zero.fit_curvature(gradient, self.noise.dim).to(slope) if curved else None
         with torch.no_grad():
-            to_z = torch.linalg.inv(self.noise.mixing.double())
+            to_z = torch.linalg.inv(self.noise.w_z.double())
             self.energy_zero.sub_((slope @ to_z).to(self.energy_zero))
             if curvature is not None:
                 self.energy_curvature.sub_((to_z.T @ curvature @ to_z).to(self.energy_curvature))
@@ -149,7 +149,7 @@ class Potential(Perturbed, Method):
     @torch.no_grad()
     def _scale_spread(self, factor: float) -> None:
         """Scale W_z, so that each sample stays a potential; the spread follows as far as the response is linear."""
-        self.noise.mixing.mul_(factor)
+        self.noise.w_z.mul_(factor)
 
 
 @overload

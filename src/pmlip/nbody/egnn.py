@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pmlip.noise.injection import Site
-from pmlip.noise.split_linear import Gathered, GatheredLinear, gathered
+from pmlip.noise.split_linear import SplitInput, SplitLinear, split_input
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +36,14 @@ class Pairs:
 class EdgeMLP(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.first = GatheredLinear(2 * width + 3, width)
+        self.first = SplitLinear(2 * width + 3, width)
         self.second = nn.Linear(width, width)
 
     def forward(self, h: Tensor, edge: Tensor, pairs: Pairs | None) -> Tensor:
         if pairs is None:
-            rows = Gathered(((h, receivers), (h, others), (edge, None)))
+            rows = SplitInput(((h, receivers), (h, others), (edge, None)))
         else:
-            rows = gathered((h, pairs.receiver), (h, pairs.sender), (edge, None))
+            rows = split_input((h, pairs.receiver), (h, pairs.sender), (edge, None))
         return functional.silu(self.second(functional.silu(self.first(rows))))
 
 

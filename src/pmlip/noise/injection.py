@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pmlip.noise.layer_classes import Mixin, become, mixed_class
 from pmlip.noise.source import Noise
-from pmlip.noise.split_linear import Gathered
+from pmlip.noise.split_linear import SplitInput
 
 Envelope = Callable[[Tensor], Tensor]
 
@@ -53,7 +53,7 @@ class NoisyLayer(Mixin):
         self.noise_source = (noise,)
         self.noise_site = site
 
-    def shift(self, x: Tensor | Gathered, out: Tensor) -> Tensor | None:
+    def shift(self, x: Tensor | SplitInput, out: Tensor) -> Tensor | None:
         """W_noise z for every row of an output, times the envelope of its input x."""
         noise, rows = self.noise_source[0], self.noise_site.rows
         shift = noise.shift(self.noise_weight, rows)
@@ -70,7 +70,7 @@ class NoisyLayer(Mixin):
         envelope = self.noise_site.envelope
         if envelope is None:
             return shift
-        return shift * envelope(x.together() if isinstance(x, Gathered) else x)
+        return shift * envelope(x.concatenated() if isinstance(x, SplitInput) else x)
 
     def fold(self) -> None:
         """Become a plain layer again that computes what the draw in force makes of this one."""
@@ -88,7 +88,7 @@ class NoisyLayer(Mixin):
 class NoisyLinear(NoisyLayer):
     """For `nn.Linear` and its subclasses."""
 
-    def forward(self, x: Tensor | Gathered) -> Tensor:
+    def forward(self, x: Tensor | SplitInput) -> Tensor:
         out: Tensor = super().forward(x)
         shift = self.shift(x, out)
         return out if shift is None else out + shift

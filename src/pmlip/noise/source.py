@@ -23,21 +23,21 @@ class Noise(nn.Module):
         if not isinstance(dim, int) or dim < 1:
             raise ValueError(f"noise_dim must be a whole number, at least 1, got {dim}")
         # The identity, never zero: with W_z = W_noise = 0 every gradient would vanish for ever.
-        self.mixing = nn.Parameter(torch.eye(dim))
-        self.force(None)
+        self.w_z = nn.Parameter(torch.eye(dim))
+        self.set_draw(None)
 
     @property
     def dim(self) -> int:
-        return self.mixing.shape[0]
+        return self.w_z.shape[0]
 
-    def force(self, draw: Tensor | None, rows: Mapping[str, Tensor | None] | None = None) -> None:
+    def set_draw(self, draw: Tensor | None, rows: Mapping[str, Tensor | None] | None = None) -> None:
         """Put a draw in force for the layers that run next; None means z = 0."""
         if draw is not None:
             if draw.shape[-1] != self.dim:
                 raise ValueError(
                     f"noise must have shape ({self.dim},) or (system, {self.dim}), got {tuple(draw.shape)}"
                 )
-            draw = draw.to(self.mixing)
+            draw = draw.to(self.w_z)
         self.draw, self.rows = draw, rows or {}
 
     def shift(self, weight: Tensor, rows: str) -> Tensor | None:
@@ -47,7 +47,7 @@ class Noise(nn.Module):
         """
         if self.draw is None:
             return None
-        shift = functional.linear(functional.linear(self.draw, self.mixing), weight)
+        shift = functional.linear(functional.linear(self.draw, self.w_z), weight)
         if shift.dim() == 1:
             return shift
         if rows not in self.rows:
@@ -57,6 +57,11 @@ class Noise(nn.Module):
             )
         index = self.rows[rows]
         return shift if index is None else shift.index_select(0, index)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if f"{prefix}mixing" in state_dict:  # what W_z was called before format 4
+            state_dict[f"{prefix}w_z"] = state_dict.pop(f"{prefix}mixing")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle takes the weights along, not the draw that happens to be in force.

@@ -13,23 +13,23 @@ from torch.nn import functional
 
 
 @dataclass(frozen=True)
-class Gathered:
+class SplitInput:
     """Rows of several tables side by side."""
 
     parts: tuple[tuple[Tensor, Callable[[Tensor], Tensor] | None], ...]  # a table, how it is gathered; None: as it is
 
-    def together(self) -> Tensor:
+    def concatenated(self) -> Tensor:
         values = [table if gather is None else gather(table) for table, gather in self.parts]
         rows = torch.broadcast_shapes(*(value.shape[:-1] for value in values))
         return torch.cat([value.expand(*rows, -1) for value in values], -1)
 
-    def square(self) -> "Gathered":
-        return Gathered(tuple((table.square(), gather) for table, gather in self.parts))
+    def square(self) -> "SplitInput":
+        return SplitInput(tuple((table.square(), gather) for table, gather in self.parts))
 
 
-def gathered(*parts: tuple[Tensor, Tensor | None]) -> Gathered:
+def split_input(*parts: tuple[Tensor, Tensor | None]) -> SplitInput:
     """Tables (row, feature), each with the numbers of its rows to take; None: all of them in order."""
-    return Gathered(tuple((table, None if index is None else _Rows(index)) for table, index in parts))
+    return SplitInput(tuple((table, None if index is None else _Rows(index)) for table, index in parts))
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class _Rows:
         return table.index_select(0, self.index)
 
 
-def linear(x: Tensor | Gathered, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor | SplitInput, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + b."""
     if isinstance(x, Tensor):
         return functional.linear(x, weight, bias)
@@ -52,8 +52,8 @@ def linear(x: Tensor | Gathered, weight: Tensor, bias: Tensor | None) -> Tensor:
     return sum(terms[1:], start=terms[0])
 
 
-class GatheredLinear(nn.Linear):
+class SplitLinear(nn.Linear):
     """A linear layer that also takes rows which are not put together."""
 
-    def forward(self, x: Tensor | Gathered) -> Tensor:
+    def forward(self, x: Tensor | SplitInput) -> Tensor:
         return linear(x, self.weight, self.bias)

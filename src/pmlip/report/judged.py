@@ -11,7 +11,7 @@ from scipy import stats
 
 from pmlip import metrics
 from pmlip.evaluation import Evaluation
-from pmlip.samples import STILL
+from pmlip.samples import SMALLEST_SPREAD
 from pmlip.scores import fair_crps
 from pmlip.spread_fit import best_factor
 
@@ -47,7 +47,7 @@ class Forces:
         mean, spread = samples.mean(0), samples.std(0, ddof=1)
         expected = evaluation.expected.forces.double().numpy()
         # perfect crystals, whose forces symmetry fixes, say nothing
-        kept = np.isin(system, system[(spread > STILL).any(-1)])
+        kept = np.isin(system, system[(spread > SMALLEST_SPREAD).any(-1)])
         return cls(samples[:, kept], target[kept], mean[kept], expected[kept], spread[kept], system[kept])
 
     @cached_property
@@ -65,7 +65,7 @@ class Forces:
     @cached_property
     def moving(self) -> np.ndarray:
         """Components with a spread; symmetry fixes the others."""
-        moving: np.ndarray = self.spread > STILL
+        moving: np.ndarray = self.spread > SMALLEST_SPREAD
         return moving
 
     @cached_property

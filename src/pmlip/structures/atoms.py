@@ -67,7 +67,7 @@ def system_index(structures: Sequence[Atoms]) -> torch.Tensor:
     return torch.repeat_interleave(torch.arange(len(structures)), sizes)
 
 
-def evenly(structures: Sequence[Atoms], count: int) -> list[Atoms]:
+def subsample(structures: Sequence[Atoms], count: int) -> list[Atoms]:
     """So many of them, or all where there are fewer, spread over the whole list."""
     count = min(count, len(structures))
     return [structures[i * len(structures) // count] for i in range(count)]

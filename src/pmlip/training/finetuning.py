@@ -18,14 +18,14 @@ from pmlip import losses
 from pmlip.memory import is_out_of_memory
 from pmlip.methods.base import FIXED_ATOMS, Method
 from pmlip.noise.draws import SEED_OF_FIT
-from pmlip.structures.atoms import as_structures, evenly
+from pmlip.structures.atoms import as_structures, subsample
 from pmlip.structures.labels import check_labels, fingerprint, labels
 from pmlip.structures.rotation import random_rotation, rotated
 from pmlip.training.baseline import check_validation, prepare
 from pmlip.training.config import FinetuneConfig
 from pmlip.training.distributed import of_first, sum_gradients
 from pmlip.training.objective import Objective
-from pmlip.training.optimiser import Optimisation
+from pmlip.training.optimiser import Optimiser
 from pmlip.training.run_state import (
     STATE_FILE,
     folder_of_part,
@@ -112,7 +112,7 @@ def finetune(
 def seconds_per_step(model: Method, train: Sequence[Atoms], config: FinetuneConfig, fabric: "Fabric") -> float:
     """How long a step takes, the second one: the first pays for what happens once. The model stays as it is."""
     part = copy.deepcopy(model.parts()[0])
-    some = evenly(train, 8 * config.batch)  # their errors are measured first, which takes long for many
+    some = subsample(train, 8 * config.batch)  # their errors are measured first, which takes long for many
     run = _Run(part, some, [], replace(config, offsets=False), None, fabric)
     part.train()
     run._train_step()
@@ -163,7 +163,7 @@ class _Run:
                 self.offsets, self.scales, self.noise_rate = measured
                 model.load_state_dict(of_first({name: x.cpu() for name, x in model.state_dict().items()}, fabric))
         self.objective = Objective(model, config, self.scales, fabric)
-        self.optimisation = Optimisation(self._rates(), config, steps=self.steps)
+        self.optimiser = Optimiser(self._rates(), config, steps=self.steps)
         if stored:
             self._restore(stored)
 
@@ -187,7 +187,7 @@ class _Run:
         if self.step:
             progress(self.step, self.steps, {})
         # no gradients for what is not trained
-        trained = {id(parameter) for parameter in self.optimisation.parameters}
+        trained = {id(parameter) for parameter in self.optimiser.parameters}
         frozen = [p for p in self.model.parameters() if p.requires_grad and id(p) not in trained]
         for parameter in frozen:
             parameter.requires_grad_(False)
@@ -216,7 +216,7 @@ class _Run:
         if self.best_state:
             self.model.load_state_dict(self.best_state)
         else:
-            self.optimisation.put(self.optimisation.averaged)
+            self.optimiser.put(self.optimiser.averaged)
         validation = {name: value for name, value in self._best_line.items() if name.startswith("valid")}
         # a parabola moves the mean of the samples, which offsets mend
         if (self._fit_energy_zero(curved=self.config.offsets) | self._fit_offsets_again()) and self.valid:
@@ -232,7 +232,7 @@ class _Run:
         fitted = "energy" in self.scales and bool(self.model.energy_parameters())
         if fitted:
             molecules = [atoms for atoms in self.train if len(atoms) > 1] or self.train  # no isolated atoms
-            self.model.fit_energy_zero(evenly(molecules, STRUCTURES_FOR_ZERO), curved=curved)
+            self.model.fit_energy_zero(subsample(molecules, STRUCTURES_FOR_ZERO), curved=curved)
         return fitted
 
     def _fit_offsets_again(self) -> bool:
@@ -240,7 +240,7 @@ class _Run:
         if not (self.config.offsets and "energy" in self.scales):
             return False
         labelled = [atoms for atoms in self.train if bool(labels([atoms]).energy.isfinite())]
-        some = evenly(labelled, STRUCTURES_FOR_OFFSETS)
+        some = subsample(labelled, STRUCTURES_FOR_OFFSETS)
         count = self.model.fixed_samples or SAMPLES_FOR_OFFSETS
         _, mean = self.model.sample_with_mean(some, samples=count, seed=SEED_OF_FIT, chunk_atoms=FIXED_ATOMS)
         # one number for all elements: of a rare one these structures tell too little
@@ -271,7 +271,7 @@ class _Run:
         generator = torch.Generator().manual_seed(int(random.integers(2**62)))
         draws = self.objective.draw(len(chosen), generator)
         own = slice(self.fabric.global_rank, None, self.fabric.world_size)
-        self.optimisation.zero_gradients()
+        self.optimiser.zero_gradients()
         loss = None
         if chosen[own]:
             graph = self.model.backbone.graph(chosen[own])
@@ -288,15 +288,15 @@ class _Run:
                 ) from error
         else:
             self.objective.without_structures(chosen)
-        sum_gradients(self.optimisation.parameters, self.fabric)
+        sum_gradients(self.optimiser.parameters, self.fabric)
         terms = self.objective.summed(loss)
-        norm = self.optimisation.step(self.step)
+        norm = self.optimiser.step(self.step)
         latest = {f"train_{name}": value for name, value in terms.items()} | self.model.watched()
         return {"loss": self.objective.total(terms), **latest, "norm": norm}
 
     def _validate(self) -> dict[str, float]:
         """Score the averaged weights; keep them if none were better."""
-        with self.optimisation.with_averaged_weights():
+        with self.optimiser.with_averaged_weights():
             scores = self.objective.scores(self.valid, zero_counts=not self.config.offsets)
             self.worse = 0 if scores["valid"] < self.best else self.worse + 1
             if scores["valid"] < self.best:
@@ -319,12 +319,12 @@ class _Run:
             "log": self.log,
             "best_state": self.best_state,
             "model": self.model.state_dict(),
-            **self.optimisation.state(),
+            **self.optimiser.state(),
         }
         write_state(self.state_file, state)
 
     def _restore(self, stored: dict[str, Any]) -> None:
         self.model.load_state_dict(stored["model"])
-        self.optimisation.restore(stored)
+        self.optimiser.restore(stored)
         self.step, self.best, self.worse = stored["step"], stored["best"], stored["worse"]
         self.log, self.best_state, self.spent = stored["log"], stored["best_state"], stored["seconds"]

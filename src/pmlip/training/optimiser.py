@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pmlip.training.config import FinetuneConfig
 
 
-class Optimisation:
+class Optimiser:
     """All that changes the weights; what is kept of a run is their running mean.
 
     rates: parameters and the largest learning rate they will have.

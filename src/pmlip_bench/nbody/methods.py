@@ -61,7 +61,7 @@ class BLIP(Method):
     def _positions(
         self, data: Trajectories, alpha: dict[str, Tensor] | None, generator: torch.Generator | None
     ) -> Tensor:
-        with self.posterior.in_force(alpha, generator):
+        with self.posterior.drawing(alpha, generator):
             return self.network(data.positions, data.velocities, data.charges)
 
 
@@ -81,7 +81,7 @@ class PBLIP(PEGNN):
 
     def loss(self, batch: Trajectories, generator: torch.Generator, samples: int) -> Tensor:
         alpha = _alpha(self.posterior, self.egnn, batch)
-        with self.posterior.in_force(alpha, generator):
+        with self.posterior.drawing(alpha, generator):
             score = super().loss(batch, generator, samples)
         return score + self.beta * self.posterior.divergence(alpha)
 
@@ -93,7 +93,7 @@ class PBLIP(PEGNN):
         outputs = []
         for pair in draws:
             e, generator = (None, None) if pair is None else pair
-            with self.posterior.in_force(None if pair is None else alpha, generator):
+            with self.posterior.drawing(None if pair is None else alpha, generator):
                 outputs.append(super().run(data, [e]))
         return torch.cat(outputs)
 
@@ -138,7 +138,7 @@ class MCDropout(Method):
         return torch.stack([self._positions(data, draw) for draw in draws])
 
     def _positions(self, data: Trajectories, generator: torch.Generator | None) -> Tensor:
-        with contextlib.nullcontext() if generator is None else self.dropout.in_force(generator):
+        with contextlib.nullcontext() if generator is None else self.dropout.drawing(generator):
             return self.network(data.positions, data.velocities, data.charges)
 
 

@@ -172,7 +172,7 @@ def test_weight_decay_spares_the_noise_unless_told():
     for decay_noise in (False, True):
         recipe = Recipe(shrink=0.0, epochs=1, batch=40, weight_decay=10.0, decay_noise=decay_noise, average=0.0)
         method = train(pegnn(), data(), recipe, seed=0).method
-        shrunk = float(method.network.noise.mixing.detach().diag().mean()) < 1
+        shrunk = float(method.network.noise.w_z.detach().diag().mean()) < 1
         assert shrunk == decay_noise
 
 
