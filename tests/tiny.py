@@ -6,7 +6,6 @@ from torch import nn
 
 from pmlip.backbones.base import Backbone, Graph
 from pmlip.noise.injection import Site
-from pmlip.structures.atoms import system_index
 
 CUTOFF = 4.0
 
@@ -51,36 +50,29 @@ class TinyBackbone(Backbone):
             *(Site(f"update.{i}", "node") for i in range(2)),
         ]
 
-    def graph(self, structures):
+    def single(self, atoms, index):
         like = self.module.energy.weight
-        edges, start = [], 0
-        for atoms in structures:
-            close = torch.from_numpy(atoms.get_all_distances()) < CUTOFF
-            edges.append((close & ~torch.eye(len(atoms), dtype=torch.bool)).nonzero().T + start)
-            start += len(atoms)
-        system = system_index(structures)
-        edge = torch.cat(edges, 1)
+        close = torch.from_numpy(atoms.get_all_distances()) < CUTOFF
+        edge = (close & ~torch.eye(len(atoms), dtype=torch.bool)).nonzero().T
         batch = {
-            "numbers": torch.cat([torch.tensor(atoms.numbers) for atoms in structures]),
-            "positions": torch.cat([torch.tensor(atoms.positions).to(like) for atoms in structures]),
+            "numbers": torch.tensor(atoms.numbers),
+            "positions": torch.tensor(atoms.positions).to(like),
             "edge": edge,
         }
-        return Graph(batch, {"node": system, "edge": system[edge[0]]}, len(structures))
+        return Graph(batch, {"node": torch.zeros(len(atoms), dtype=torch.long), "edge": torch.zeros_like(edge[0])}, 1)
+
+    def join_batches(self, batches):
+        starts = [0, *torch.tensor([len(batch["numbers"]) for batch in batches]).cumsum(0).tolist()]
+        return {
+            "numbers": torch.cat([batch["numbers"] for batch in batches]),
+            "positions": torch.cat([batch["positions"] for batch in batches]),
+            "edge": torch.cat([batch["edge"] + start for batch, start in zip(batches, starts, strict=False)], 1),
+        }
 
     def row_features(self, graph):
         sender, receiver = graph.batch["edge"]
         apart = graph.batch["positions"][receiver] - graph.batch["positions"][sender]
         return {"node": graph.batch["numbers"][:, None].to(apart), "edge": apart.norm(dim=-1, keepdim=True)}
-
-    def repeat(self, graph, copies):
-        batch, atoms = graph.batch, len(graph.batch["numbers"])
-        steps = torch.arange(copies)
-        repeated = {
-            "numbers": batch["numbers"].repeat(copies),
-            "positions": batch["positions"].repeat(copies, 1),
-            "edge": torch.cat([batch["edge"] + atoms * k for k in steps], 1),
-        }
-        return Graph(repeated, graph.repeated_rows(copies), graph.systems * copies)
 
     def forward(self, graph):
         energy, forces = self.module(**graph.batch, system=graph.rows["node"], systems=graph.systems)

@@ -87,7 +87,8 @@ class PMLIPCalculator(Calculator):
         super().calculate(atoms, properties, system_changes)
         if self.point == "mean":
             drawn, chosen = self.model.sample_with_mean(self.atoms, samples=self.samples, seed=self.seed)
-            conformal = self.model.conformal_for(self.samples)
+            calibration = self.model.calibration
+            conformal = calibration.conformal_for(self.samples) if calibration else None
         else:  # intervals are for the mean
             conformal = None
             drawn = self.model.sample(self.atoms, samples=self.samples, seed=self.seed)

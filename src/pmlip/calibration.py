@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from ase import Atoms
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pmlip import metrics
 from pmlip.methods.base import Method, Progress
+from pmlip.provenance import Calibration
 from pmlip.samples import SMALLEST_SPREAD, Outputs, Samples
 from pmlip.scores import fair_crps
 from pmlip.spread_fit import LEVEL, SMALLEST, best_factor, check_count, check_level, conformal_factor
@@ -18,21 +19,6 @@ from pmlip.structures.labels import labels, require_labels
 
 ROUNDS = 5  # of fitting and scaling, at most
 CLOSE = 0.01  # a factor this near to 1 changes nothing
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """What was done to the spread of the forces; `model.record["calibration"]` says it too."""
-
-    factor: float  # on the noise
-    crps: tuple[float, float]  # eV/Å, on the validation data before and after
-    ssr: tuple[float, float]
-    level: float  # of the conformal intervals
-    conformal: float | None  # they are mean ± this times sigma; None: too few structures for that level
-    structures: int
-    samples: int  # the intervals are for this number of them
-    seed: int
-    shift: float  # eV per atom, added to all energies: their mean stays where it was
 
 
 @dataclass(frozen=True)
@@ -66,6 +52,7 @@ def calibrate(
     samples: int = 16,
     seed: int = 0,
     level: float = LEVEL,
+    data: str | None = None,
     chunk_atoms: int | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
@@ -75,7 +62,7 @@ def calibrate(
     energies, forces and stress. Since the response to noise is not quite linear, it is fitted again after each change;
     what is kept is the best of the factors tried. A constant in the energies is moved so that their mean stays where it
     was, unless the model was trained without such offsets.
-    chunk_atoms: as in `Method.sample`.
+    data: a name for these structures, for the record. chunk_atoms: as in `Method.sample`.
     """
     listed = as_structures(valid)
     count = model.spread_samples(samples)
@@ -105,24 +92,25 @@ def calibrate(
         if last:
             break
     shift = 0.0
-    if model.calibrated_at_end and model.record.get("config", {}).get("offsets", True):
+    learner = model.learner()
+    if learner.calibrated_after and (model.history is None or model.history.energy_offsets):
         shift = float((rounds[0].energy - best.energy).mean())
-        for part in model.parts():
+        for part in learner.parts():
             part.backbone.shift_all(shift)
     moving = best.spread > SMALLEST_SPREAD
     sigma = torch.from_numpy(metrics.predictive_sigma(best.spread[moving], count))
     scores = ((best.forces - target).abs()[moving] / sigma).numpy()
     system = drawn.system[:, None].expand_as(moving)[moving].numpy()
-    result = Calibration(
-        best.factor,
-        (rounds[0].crps, best.crps),
-        (rounds[0].ssr, best.ssr),
-        level,
-        conformal_factor(scores, system, level=level),
-        len(listed),
-        count,
-        seed,
-        shift,
+    model.calibration = Calibration(
+        factor=best.factor,
+        crps=(rounds[0].crps, best.crps),
+        ssr=(rounds[0].ssr, best.ssr),
+        level=level,
+        conformal=conformal_factor(scores, system, level=level),
+        structures=len(listed),
+        samples=count,
+        seed=seed,
+        shift=shift,
+        data=data,
     )
-    model.record["calibration"] = {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(result).items()}
-    return result
+    return model.calibration

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from pmlip.atomic_files import atomic_write
 from pmlip.backbones import Backbone, load_backbone, weights_hash
 from pmlip.errors import CheckpointError
-from pmlip.training import run_state
+from pmlip.provenance import Calibration, History
 
-FORMAT_VERSION = 3  # 2: potentials have an energy_zero, 3: and an energy_curvature
+FORMAT_VERSION = 4  # 2: energy_zero of potentials, 3: energy_curvature, 4: typed history and calibration, w_z
+
+
+RUN_FORMAT = "pmlip-run"  # of the state of a run, which is not a model
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ class Checkpoint:
     settings: Mapping[str, Any]
     state: Mapping[str, Tensor]
     versions: Mapping[str, str]  # of pmlip and torch when it was written
-    record: Mapping[str, Any]  # how the model was trained and calibrated
+    history: History | None
+    calibration: Calibration | None
 
 
 def write(
@@ -68,7 +72,8 @@ def write(
     origin: Origin,
     settings: Mapping[str, Any],
     state: Mapping[str, Tensor],
-    record: Mapping[str, Any] | None = None,
+    history: History | None = None,
+    calibration: Calibration | None = None,
 ) -> None:
     content = {
         "format": "pmlip",
@@ -76,7 +81,8 @@ def write(
         "origin": asdict(origin),
         "settings": dict(settings),
         "state": dict(state),
-        "record": dict(record or {}),
+        "history": asdict(history) if history else None,
+        "calibration": asdict(calibration) if calibration else None,
         "versions": {"pmlip": version("pmlip"), "torch": str(torch.__version__)},
     }
     with atomic_write(path) as file:
@@ -90,7 +96,7 @@ def read(path: str | Path) -> Checkpoint:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises a different type for every way a file can be broken
         raise CheckpointError(f"{path} is damaged or was not written by pmlip") from error
-    if isinstance(content, dict) and content.get("format") == run_state.FORMAT:
+    if isinstance(content, dict) and content.get("format") == RUN_FORMAT:
         raise CheckpointError(f"{path} is the state of a run, not a model; the finished model is model.pt beside it")
     if not isinstance(content, dict) or content.get("format") != "pmlip":
         raise CheckpointError(f"{path} was not written by pmlip")
@@ -106,5 +112,16 @@ def read(path: str | Path) -> Checkpoint:
         content["settings"],
         content["state"],
         content["versions"],
-        content.get("record", {}),  # the first files had none
+        *_how_it_was_made(content),
+    )
+
+
+def _how_it_was_made(content: Mapping[str, Any]) -> tuple[History | None, Calibration | None]:
+    """History and calibration; before format 4 both were in one record, and the first files had none."""
+    record = dict(content.get("record", {}))
+    calibration = content.get("calibration") or record.pop("calibration", None)
+    history = content.get("history") or record
+    return (
+        History.from_record(history) if history else None,
+        Calibration.from_record(calibration) if calibration else None,
     )

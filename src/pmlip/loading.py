@@ -9,7 +9,8 @@ from torch import nn
 from pmlip import checkpoint, methods
 from pmlip.backbones.base import Backbone
 from pmlip.errors import CheckpointError, first_reason
-from pmlip.methods.p import Potential, perturb_at
+from pmlip.methods.base import Method
+from pmlip.methods.p import perturb_at
 from pmlip.noise.injection import Site, Sites
 
 
@@ -22,11 +23,10 @@ def load(
     device: str = "cpu",
     trust: bool = False,
 ) -> Any:
-    """The model that `save` wrote to `path`, on the device asked for.
+    """The model that `save` wrote to `path`, on this device.
 
-    A pretrained potential is found again by its name (with `weights` where it came from a local file); any
-    other module must be handed in as `backbone`, and its `sites` too if they had envelopes. trust: see
-    `load_backbone`.
+    A pretrained potential is found by its name (with `weights` where it came from a local file). Any other module must
+    be passed as `backbone`, and its `sites` too if they had custom envelopes. trust: see `load_backbone`.
     """
     if not isinstance(path, str | Path):
         raise TypeError(f"a model is loaded from a file, got a {type(path).__name__}; is it a potential?")
@@ -41,25 +41,20 @@ def load(
         model = perturb_at(
             backbone, _stored_sites(path, content) if sites is None else sites, content.settings["noise_dim"]
         )
-    # the precision of the network; a buffer may have one of its own
+    # the precision of the network; a buffer may have another one
     weights_of = [content.state[name] for name, _ in model.named_parameters() if name in content.state]
     model.to(next((value.dtype for value in weights_of if value.is_floating_point()), torch.get_default_dtype()))
-    state = dict(content.state)
-    for name, part in model.named_modules():
-        if isinstance(part, Potential):  # since format 2 and 3
-            prefix = f"{name}." if name else ""
-            state.setdefault(f"{prefix}energy_zero", torch.zeros_like(part.energy_zero))
-            state.setdefault(f"{prefix}energy_curvature", torch.zeros_like(part.energy_curvature))
     try:
-        model.load_state_dict(state)
+        model.load_state_dict(dict(content.state))
     except RuntimeError as error:
         raise CheckpointError(f"the weights in {path} do not fit this backbone: {first_reason(error)}") from error
-    model.record = dict(content.record)  # type: ignore[assignment]  # not a part of the network
+    if isinstance(model, Method):
+        model.history, model.calibration = content.history, content.calibration
     return model.to(device)
 
 
 def _stored_sites(path: str | Path, content: checkpoint.Checkpoint) -> list[Site]:
     stored = content.settings["sites"]
     if any(site["custom_envelope"] for site in stored):
-        raise CheckpointError(f"{path} was made with envelopes of its own; pass sites=... again")
+        raise CheckpointError(f"{path} was made with custom envelopes; pass sites=... again")
     return [Site(site["name"], site["rows"]) for site in stored]

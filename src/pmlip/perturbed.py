@@ -1,7 +1,7 @@
 """Any torch module with noise at its sites, whose samples are functions."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from pmlip.backbones.base import Backbone
 from pmlip.noise import draws
 from pmlip.noise.injection import Site, inject, noisy_layers, vanish_with_input
 from pmlip.noise.source import Noise
+from pmlip.samples import tensors
 
 
 class Perturbed(nn.Module):
@@ -27,7 +28,6 @@ class Perturbed(nn.Module):
     def __init__(self, backbone: nn.Module, sites: tuple[Site, ...], noise_dim: int) -> None:
         super().__init__()
         self.origin = checkpoint.Origin.of(backbone)
-        self.record: dict[str, Any] = {}  # how it was trained and calibrated, for its file
         self.sites = sites
         self.noise = Noise(noise_dim).to(next(backbone.parameters()))
         self.backbone = copy.deepcopy(backbone)
@@ -85,7 +85,7 @@ class Perturbed(nn.Module):
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(partial(self.noise.set_draw, None))
 
-        for output in _tensors(outputs):
+        for output in tensors(outputs):
             if output.requires_grad:
                 output.register_hook(put_back)
 
@@ -102,8 +102,8 @@ class Perturbed(nn.Module):
             layer.fold()
         return copied.backbone
 
-    def settings(self) -> dict[str, Any]:
-        """What it was made with, besides the backbone."""
+    def stored_settings(self) -> dict[str, Any]:
+        """What its file needs to make it again, besides the backbone."""
         sites = [
             {"name": site.name, "rows": site.rows, "custom_envelope": site.envelope not in (None, vanish_with_input)}
             for site in self.sites
@@ -111,21 +111,5 @@ class Perturbed(nn.Module):
         return {"noise_dim": self.noise.dim, "sites": sites}
 
     def save(self, path: str | Path) -> None:
-        """Write everything to one file, whole or not at all; `pmlip.load` reads it."""
-        checkpoint.write(
-            path, origin=self.origin, settings=self.settings(), state=self.state_dict(), record=self.record
-        )
-
-
-def _tensors(outputs: Any) -> Iterator[Tensor]:
-    """All tensors in nested containers and dataclasses."""
-    if isinstance(outputs, Tensor):
-        yield outputs
-    elif isinstance(outputs, Mapping):
-        for value in outputs.values():
-            yield from _tensors(value)
-    elif isinstance(outputs, list | tuple):
-        for value in outputs:
-            yield from _tensors(value)
-    elif hasattr(outputs, "__dict__"):
-        yield from _tensors(vars(outputs))
+        """Write the model to one file, atomically; `pmlip.load` reads it."""
+        checkpoint.write(path, origin=self.origin, settings=self.stored_settings(), state=self.state_dict())

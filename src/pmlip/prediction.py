@@ -52,12 +52,13 @@ def predict_file(
     structures = iterate(source)
     if done:
         _check_same(next(itertools.islice(structures, done - 1, done), None), partial, source)
+    conformal = model.calibration.conformal_for(count) if model.calibration else None
     while batch := list(itertools.islice(structures, BATCH)):
         try:
             drawn, mean = model.sample_with_mean(as_structures(batch), samples=count, seed=seed)
         except StructureError as error:
             raise ValueError(f"{source}: {error.after(done)}") from error
-        found = uncertainties(drawn, conformal=model.conformal_for(count))
+        found = uncertainties(drawn, conformal=conformal)
         with partial.open("a") as file:
             for index, (atoms, own) in enumerate(zip(batch, found, strict=True)):
                 own |= {"energy": float(mean.energy[index]), "forces": mean.forces[drawn.system == index].numpy()}

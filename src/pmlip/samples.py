@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,3 +111,17 @@ def mean_per_system(values: Tensor, system: Tensor, systems: int) -> Tensor:
 def join(parts: Sequence[Mapping[str, Tensor]], *, axis: int) -> dict[str, Tensor]:
     """Named outputs joined along an axis: 0 for further samples, 1 for further systems."""
     return {name: torch.cat([part[name] for part in parts], dim=axis) for name in parts[0]}
+
+
+def tensors(nested: Any) -> Iterator[Tensor]:
+    """All tensors in nested containers and dataclasses."""
+    if isinstance(nested, Tensor):
+        yield nested
+    elif isinstance(nested, Mapping):
+        for value in nested.values():
+            yield from tensors(value)
+    elif isinstance(nested, list | tuple):
+        for value in nested:
+            yield from tensors(value)
+    elif hasattr(nested, "__dict__"):
+        yield from tensors(vars(nested))

@@ -211,8 +211,6 @@ def measure_step(console: Console) -> dict[str, Any]:
     Each step is that of a fine-tuning, with the pass without noise. Beside it, with the message passing as CHGNet has
     it, which puts the inputs of its layers together first.
     """
-    from lightning_fabric import Fabric
-
     from pmlip import losses
     from pmlip.backbones import load_backbone
     from pmlip.backbones.chgnet import SPLIT
@@ -220,7 +218,9 @@ def measure_step(console: Console) -> dict[str, Any]:
     from pmlip.methods.p import Potential, perturb
     from pmlip.noise.layer_classes import become
     from pmlip.structures import LABELS
+    from pmlip.structures.labels import labels
     from pmlip.training.config import FinetuneConfig
+    from pmlip.training.distributed import Processes
     from pmlip.training.objective import Objective
 
     model = perturb(load_backbone("chgnet"))
@@ -229,14 +229,14 @@ def measure_step(console: Console) -> dict[str, Any]:
     for part in published.modules():
         become(part, of_package.get(type(part), type(part)))
     structures = silica_pbe("train")[:4]
-    graph, fabric = model.backbone.graph(structures), Fabric(accelerator="cpu", devices=1)
+    graph, target = model.backbone.graph(structures), labels(structures)
 
     def step(model: Potential, samples: int, chunk: int | None) -> None:
         model.zero_grad(set_to_none=True)
         config = FinetuneConfig(samples=samples, chunk=chunk)
-        objective = Objective(model, config, dict.fromkeys(LABELS, 1.0), fabric)
+        objective = Objective(model, config, dict.fromkeys(LABELS, 1.0), Processes())
         noise = objective.draw(len(structures), torch.Generator().manual_seed(SEED))
-        loss = partial(objective.loss, structures, structures)
+        loss = partial(objective.loss, target, target)
         losses.backpropagate(partial(model, graph), noise, loss, chunk=objective.chunk)
 
     rows = []

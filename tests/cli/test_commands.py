@@ -112,7 +112,7 @@ def test_evaluate_leaves_out_what_was_trained_on(finetuned, tmp_path):
         atoms.calc.results.pop("stress")
     write(tmp_path / "some.extxyz", some)
     seen = set(json.loads((out / "summary.json").read_text())["seen"])
-    known = sum(fingerprint([atoms], labelled=False)[:16] in seen for atoms in some)
+    known = sum(fingerprint([atoms])[:16] in seen for atoms in some)
     result = invoke(
         "evaluate", out / "model.pt", tmp_path / "some.extxyz", "--samples", "3", "--count", "2", "--exclude", out
     )

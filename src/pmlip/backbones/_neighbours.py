@@ -25,26 +25,16 @@ class Batch:
 
 
 def build_graph(
-    structures: Sequence[Atoms], *, cutoff: float, species: Mapping[int, int], like: Tensor, potential: str
+    atoms: Atoms, index: int, *, cutoff: float, species: Mapping[int, int], like: Tensor, potential: str
 ) -> Graph:
-    """The structures as one batch on the device of `like`; species: atomic number -> index, for what is known."""
-    for index, atoms in enumerate(structures):
-        for atom in atoms:
-            if atom.number not in species:
-                known = ", ".join(chemical_symbols[number] for number in species)
-                raise StructureError(atoms, index, f"{potential} does not know {atom.symbol}, only {known}")
-    singles = [_single(atoms, index, cutoff, species) for index, atoms in enumerate(structures)]
-    system = torch.arange(len(singles))
-    rows = {
-        "node": system.repeat_interleave(torch.tensor([len(single.species) for single in singles])),
-        "edge": system.repeat_interleave(torch.tensor([len(single.edge) for single in singles])),
-    }
-    batch = Batch(**{name: value.to(like.device) for name, value in vars(_join(singles)).items()})
-    return Graph(batch, {kind: index.to(like.device) for kind, index in rows.items()}, len(singles))
-
-
-def repeat_graph(graph: Graph, copies: int) -> Graph:
-    return Graph(_join([graph.batch] * copies), graph.repeated_rows(copies), graph.systems * copies)
+    """One structure on the device of `like`; species: atomic number -> index, for the elements that are known."""
+    for atom in atoms:
+        if atom.number not in species:
+            known = ", ".join(chemical_symbols[number] for number in species)
+            raise StructureError(atoms, index, f"{potential} does not know {atom.symbol}, only {known}")
+    built = _single(atoms, index, cutoff, species)
+    batch = Batch(**{name: value.to(like.device) for name, value in vars(built).items()})
+    return Graph(batch, {"node": torch.zeros_like(batch.species), "edge": torch.zeros_like(batch.edge[:, 0])}, 1)
 
 
 def outputs_by_gradient(graph: Graph, energy: Callable[[Tensor], Tensor], like: Tensor) -> dict[str, Tensor]:
@@ -80,7 +70,7 @@ def _single(atoms: Atoms, index: int, cutoff: float, species: Mapping[int, int])
     )
 
 
-def _join(parts: Sequence[Batch]) -> Batch:
+def join(parts: Sequence[Batch]) -> Batch:
     """Several batches as one: their rows after each other, each one's indices moved past the rows before."""
     joined = Batch(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Batch)})
     starts = [0, *np.cumsum([len(part.species) for part in parts[:-1]]).tolist()]

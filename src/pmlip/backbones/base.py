@@ -1,6 +1,7 @@
 """What pmlip asks of a potential."""
 
 import hashlib
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from ase.calculators.calculator import Calculator
 from torch import Tensor, nn
 
 from pmlip.noise.injection import Site
-from pmlip.structures.atoms import StructureError
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,6 @@ class Graph:
     batch: Any  # the backbone's own; nobody else looks inside
     rows: Mapping[str, Tensor]  # kind of row ("node" always, "edge", "angle", ...) -> system of each row
     systems: int
-
-    def repeated_rows(self, copies: int) -> dict[str, Tensor]:
-        """The rows of `copies` copies of this batch, one after the other."""
-        return {
-            kind: torch.cat([index + self.systems * copy for copy in range(copies)])
-            for kind, index in self.rows.items()
-        }
 
 
 class Backbone(nn.Module, ABC):
@@ -50,12 +43,9 @@ class Backbone(nn.Module, ABC):
         self.variant = variant
 
     def check(self, structures: Sequence[Atoms], indices: Sequence[int]) -> None:
-        """Find out now, not in an hour, whether it can take these of the structures."""
+        """Refuse structures that the potential cannot take, before hours of work."""
         for index in indices:
-            try:
-                self.graph([structures[index]])
-            except StructureError as error:
-                raise error.after(index) from None
+            self.single(structures[index], index)
 
     @abstractmethod
     def sites(self) -> Sequence[Site]:
@@ -89,12 +79,29 @@ class Backbone(nn.Module, ABC):
         raise ValueError(f"the adapter of {self.name} gives no raw features of rows, which this method needs")
 
     @abstractmethod
-    def graph(self, structures: Sequence[Atoms]) -> Graph:
-        """Structures as one batch on the model's device; refuses what the potential cannot take."""
+    def single(self, atoms: Atoms, index: int) -> Graph:
+        """One structure as a batch on the model's device; index: its number, for a StructureError."""
 
     @abstractmethod
+    def join_batches(self, batches: Sequence[Any]) -> Any:
+        """Several batches of this backbone as one, their systems one after the other."""
+
+    def graph(self, structures: Sequence[Atoms]) -> Graph:
+        """Structures as one batch on the model's device; refuses structures that the potential cannot take."""
+        return self.join([self.single(atoms, index) for index, atoms in enumerate(structures)])
+
+    def join(self, graphs: Sequence[Graph]) -> Graph:
+        """Several graphs as one, without building neighbour lists again."""
+        *starts, systems = itertools.accumulate((graph.systems for graph in graphs), initial=0)
+        rows = {
+            kind: torch.cat([graph.rows[kind] + start for graph, start in zip(graphs, starts, strict=True)])
+            for kind in graphs[0].rows
+        }
+        return Graph(self.join_batches([graph.batch for graph in graphs]), rows, systems)
+
     def repeat(self, graph: Graph, copies: int) -> Graph:
-        """The whole batch `copies` times, one copy after the other, without building neighbours again."""
+        """The whole batch `copies` times, one copy after the other."""
+        return self.join([graph] * copies)
 
     @abstractmethod
     def forward(self, graph: Graph) -> dict[str, Tensor]:

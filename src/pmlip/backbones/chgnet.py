@@ -164,21 +164,15 @@ class CHGNetBackbone(Backbone):
             if layer is not None
         ]
 
-    def graph(self, structures: Sequence[Atoms]) -> Graph:
+    def single(self, atoms: Atoms, index: int) -> Graph:
         like = self.module.bond_embedding.weight
-        singles = [self._single(atoms, index) for index, atoms in enumerate(structures)]
-        batch = Batch(
-            **{
-                name: value.to(like) if value.is_floating_point() else value.to(like.device)
-                for name, value in vars(_join(singles)).items()
-            }
-        )
-        rows = {
-            "node": _part([s.numbers for s in singles]),
-            "edge": _part([s.edge for s in singles]),
-            "angle": _part([s.angle for s in singles]),
-        }
-        return Graph(batch, {kind: index.to(like.device) for kind, index in rows.items()}, len(singles))
+        built = vars(self._single(atoms, index))
+        batch = Batch(**{name: x.to(like) if x.is_floating_point() else x.to(like.device) for name, x in built.items()})
+        rows = {"node": batch.numbers, "edge": batch.edge[:, 0], "angle": batch.angle[:, 0]}
+        return Graph(batch, {kind: torch.zeros_like(index) for kind, index in rows.items()}, 1)
+
+    def join_batches(self, batches: Sequence[Batch]) -> Batch:
+        return _join(batches)
 
     def _single(self, atoms: Atoms, index: int) -> Batch:
         for atom in atoms:
@@ -224,9 +218,6 @@ class CHGNetBackbone(Backbone):
             "edge": distance_features(distances, self.converter.atom_graph_cutoff),
             "angle": torch.stack([cosines, distances[first], distances[second]], dim=-1),
         }
-
-    def repeat(self, graph: Graph, copies: int) -> Graph:
-        return Graph(_join([graph.batch] * copies), graph.repeated_rows(copies), graph.systems * copies)
 
     def forward(self, graph: Graph) -> dict[str, Tensor]:
         batch: Batch = graph.batch

@@ -22,7 +22,7 @@ try:
     from mace.calculators import MACECalculator
     from mace.modules import MACE, ScaleShiftMACE
 
-    from pmlip.backbones._neighbours import Batch, build_graph, outputs_by_gradient, repeat_graph
+    from pmlip.backbones._neighbours import Batch, build_graph, join, outputs_by_gradient
 except ImportError as error:
     raise ImportError("backbone 'mace' needs: pip install 'pmlip[mace]'") from error
 
@@ -52,17 +52,18 @@ class MACEBackbone(Backbone):
     def sites(self) -> list[Site]:
         return [Site(f"interactions.{i}.conv_tp_weights", "edge") for i in range(len(self.module.interactions))]
 
-    def graph(self, structures: Sequence[Atoms]) -> Graph:
+    def single(self, atoms: Atoms, index: int) -> Graph:
         return build_graph(
-            structures,
+            atoms,
+            index,
             cutoff=float(self.module.r_max),
             species=self.species,
             like=self._like,
             potential="this MACE",
         )
 
-    def repeat(self, graph: Graph, copies: int) -> Graph:
-        return repeat_graph(graph, copies)
+    def join_batches(self, batches: Sequence[Batch]) -> Batch:
+        return join(batches)
 
     def forward(self, graph: Graph) -> dict[str, Tensor]:
         return outputs_by_gradient(graph, partial(self._energy, graph), self._like)

@@ -96,18 +96,16 @@ class OrbBackbone(Backbone):
             for kind in ("node", "edge")
         ]
 
-    def graph(self, structures: Sequence[Atoms]) -> Graph:
-        like = self._like
-        singles = [self._single(atoms, index, like) for index, atoms in enumerate(structures)]
-        batch = batch_graphs(singles).to(like.device)
-        system = torch.arange(len(singles), device=like.device)
-        rows = {
-            "node": system.repeat_interleave(batch.n_node),
-            "edge": system.repeat_interleave(batch.n_edge),
-        }
-        return Graph(batch, rows, len(singles))
+    def single(self, atoms: Atoms, index: int) -> Graph:
+        batch = self._single(atoms, index).to(self._like.device)
+        counts = {"node": batch.n_node, "edge": batch.n_edge}
+        rows = {kind: torch.zeros(int(n), dtype=torch.long, device=n.device) for kind, n in counts.items()}
+        return Graph(batch, rows, 1)
 
-    def _single(self, atoms: Atoms, index: int, like: Tensor) -> AtomGraphs:
+    def join_batches(self, batches: Sequence[AtomGraphs]) -> AtomGraphs:
+        return batch_graphs(list(batches))
+
+    def _single(self, atoms: Atoms, index: int) -> AtomGraphs:
         for atom in atoms:
             if atom.number not in ELEMENTS:
                 known = f"only elements 1 to {ELEMENTS[-1]}"
@@ -130,8 +128,8 @@ class OrbBackbone(Backbone):
             plain,
             self.module.system_config,
             device=torch.device("cpu"),
-            output_dtype=like.dtype,
-            graph_construction_dtype=like.dtype,
+            output_dtype=self._like.dtype,
+            graph_construction_dtype=self._like.dtype,
         )
 
     def row_features(self, graph: Graph) -> dict[str, Tensor]:
@@ -141,9 +139,6 @@ class OrbBackbone(Backbone):
             "node": batch.atomic_numbers_embedding,
             "edge": distance_features(distances, self.module.system_config.radius),
         }
-
-    def repeat(self, graph: Graph, copies: int) -> Graph:
-        return Graph(batch_graphs([graph.batch] * copies), graph.repeated_rows(copies), graph.systems * copies)
 
     def forward(self, graph: Graph) -> dict[str, Tensor]:
         batch = graph.batch

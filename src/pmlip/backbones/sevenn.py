@@ -29,7 +29,7 @@ try:
     from sevenn.nn.scale import Rescale
     from sevenn.nn.sequential import AtomGraphSequential
 
-    from pmlip.backbones._neighbours import Batch, build_graph, outputs_by_gradient, repeat_graph
+    from pmlip.backbones._neighbours import Batch, build_graph, join, outputs_by_gradient
 except ImportError as error:
     raise ImportError("backbone 'sevenn' needs: pip install 'pmlip[sevenn]'") from error
 
@@ -77,17 +77,18 @@ class SevenNetBackbone(Backbone):
         layers = [name for name, _ in self.module.named_children() if name.endswith("_convolution")]
         return [Site(f"{layer}.weight_nn.layer0", "edge") for layer in layers]
 
-    def graph(self, structures: Sequence[Atoms]) -> Graph:
+    def single(self, atoms: Atoms, index: int) -> Graph:
         return build_graph(
-            structures,
+            atoms,
+            index,
             cutoff=self.module.cutoff,
             species=self.module.type_map,
             like=self._like,
             potential=self.variant,
         )
 
-    def repeat(self, graph: Graph, copies: int) -> Graph:
-        return repeat_graph(graph, copies)
+    def join_batches(self, batches: Sequence[Batch]) -> Batch:
+        return join(batches)
 
     def forward(self, graph: Graph) -> dict[str, Tensor]:
         return outputs_by_gradient(graph, partial(self._energy, graph), self._like)

@@ -1,6 +1,7 @@
 """pmlip calibrate: the spread of a model scaled by one factor, fitted on structures it was not trained on."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,10 @@ def calibrate_and_say(
             samples=samples,
             seed=seed,
             level=level,
+            data=data,
             chunk_atoms=chunk_atoms,
             progress=counter(bar, "calibrating"),
         )
-    trained.record["calibration"]["data"] = data
     (before, after), (ratio_before, ratio_after) = result.crps, result.ssr
     console.print(
         f"The spread was scaled by {result.factor:.2f}: SSR {ratio_before:.2f} -> {ratio_after:.2f}, CRPS of the "
@@ -81,4 +82,4 @@ def calibrate_and_say(
             f"{result.conformal:.2f} sigma with at least {level:.0%} probability (conformal); sigma is the spread "
             "times sqrt(1 + 1/K)."
         )
-    return dict(trained.record["calibration"])
+    return asdict(result)

@@ -34,7 +34,7 @@ def check_new_file(path: Path) -> None:
 
 def name_of_structure(atoms: Atoms) -> str:
     """What a run calls a structure it has seen: without labels, or --exclude would miss it when others are read."""
-    return fingerprint([atoms], labelled=False)[:16]
+    return fingerprint([atoms])[:16]
 
 
 def chosen(available: int, count: int | None, seed: int, path: Path) -> list[int]:

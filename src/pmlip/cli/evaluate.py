@@ -16,6 +16,7 @@ from pmlip.cli.progress import counter, progress_bar
 from pmlip.evaluation import Evaluation, as_record, compare, evaluate
 from pmlip.loading import load
 from pmlip.methods import Method
+from pmlip.provenance import as_record as as_record_of_model
 from pmlip.provenance import environment
 from pmlip.report import Judged, check_installed, write_report
 from pmlip.structures.atoms import in_file
@@ -68,7 +69,7 @@ def run(
     made = {}
     for given in (path, *others):
         loaded = _load(given, weights, trust=trust, device=chosen_device(device), several=bool(others))
-        made[names[given]] = loaded.record
+        made[names[given]] = as_record_of_model(loaded.history, loaded.calibration)
         if report is not None:
             loaded.spread_samples(samples)  # refuses what gives no spread
         for file in (data, *unseen):

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from ase import Atoms
-from lightning_fabric import Fabric
 from rich.console import Console
 
 from pmlip import methods
@@ -23,12 +21,13 @@ from pmlip.cli.calibrate import calibrate_and_say
 from pmlip.cli.checks import chosen, chosen_device, name_of_structure
 from pmlip.cli.progress import progress_bar, resumable
 from pmlip.methods.base import FIXED_ATOMS, Method
-from pmlip.provenance import environment
+from pmlip.provenance import DataSource, as_record
 from pmlip.samples import SMALLEST_SPREAD
 from pmlip.structures.atoms import in_file, subsample
 from pmlip.structures.files import read_structures
-from pmlip.structures.labels import check_labels, labels
+from pmlip.structures.labels import labels
 from pmlip.training.config import FinetuneConfig
+from pmlip.training.distributed import Processes
 from pmlip.training.finetuning import finetune, seconds_per_step
 
 FEWEST_FOR_CALIBRATION, MOST_FOR_CALIBRATION = 4, 64  # structures: below, one of them decides; above, it takes long
@@ -56,28 +55,26 @@ def run(
     """The summary of the run, or what a dry run would do; empty for all processes but the first."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; give a folder for the files of this run")
-    fabric = _fabric(device)
-    console = Console(quiet=quiet or fabric.global_rank > 0, stderr=dry_run)  # a dry run prints a settings file
+    processes = Processes.start(chosen_device(device))
+    console = Console(quiet=quiet or processes.rank > 0, stderr=dry_run)  # a dry run prints a settings file
     if tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ImportError("curves for TensorBoard need: pip install tensorboard")
     torch.manual_seed(config.seed)  # of what a method adds to the backbone; the same in all processes
     trained = methods.make(method, load_backbone(backbone, weights=weights, trust=trust), **options)
     structures, held_out = [], []
+    files: dict[Path, list[Atoms]] = {}
     for file in [train] if valid is None else [train, valid]:
         read, found = read_structures(file, **keys)
         console.print(str(found))
         if "forces" in config.learned:
             found.require("forces")
-        with in_file(file):
-            check_labels(read, config.learned, missing=config.missing)
         if valid is None:
             kept, held = _split(len(read), count, config.seed, file)
             console.print(f"held out for validation: {len(held)} of them, chosen by the seed; to train on: {len(kept)}")
         else:
             everything = list(range(len(read)))
             kept, held = (chosen(len(read), count, config.seed, file), []) if file is train else ([], everything)
-        with in_file(file):
-            trained.backbone.check(read, [*kept, *held])
+        files[file] = read
         structures += [read[i] for i in kept]
         held_out += [read[i] for i in held]
     if dry_run:
@@ -92,14 +89,16 @@ def run(
         }
         given |= {"trust": trust, "method": method, "option": [f"{name}={value}" for name, value in options.items()]}
         given |= {"out": out, "device": device, "tensorboard": tensorboard, **dataclasses.asdict(config)}
-        seconds, steps = seconds_per_step(trained, structures, config, fabric), config.steps_for(len(structures))
-        steps *= len(trained.parts())
+        with _in_files(files):
+            seconds = seconds_per_step(trained, structures, config, processes)
+        steps = config.steps_for(len(structures))
+        steps *= len(trained.learner().parts())
         if not console.quiet:
             print(as_toml(given))
             print(f"# {steps} steps of {seconds:.2f} s: about {steps * seconds / 60:.0f} minutes")
         shown = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
         return {"settings": shown, "steps": steps, "seconds_per_step": seconds}
-    curves = out / "tensorboard" if tensorboard and fabric.global_rank == 0 else None
+    curves = out / "tensorboard" if tensorboard and processes.rank == 0 else None
     with progress_bar(console) as bar, _tensorboard(curves) as write_curves:
         task = bar.add_task("fine-tuning", total=None)
         best = float("inf")
@@ -112,33 +111,26 @@ def run(
             bar.update(task, completed=step, total=steps, description=f"fine-tuning{loss}{scored}")
             write_curves(step, latest)
 
-        with resumable(console), warnings.catch_warnings():
+        with resumable(console), warnings.catch_warnings(), _in_files(files):
             warnings.showwarning = lambda message, *_: console.print(f"warning: {train}: {message}", markup=False)
             result = finetune(
-                trained, structures, valid=held_out, config=config, folder=out, fabric=fabric, progress=show
+                trained, structures, valid=held_out, config=config, folder=out, processes=processes, progress=show
             )
-    if fabric.global_rank:
+    if processes.rank:
         return {}
-    trained.record = {
-        "train": {"file": train.name, "structures": len(structures)},
-        "valid": {"file": valid.name if valid else train.name, "structures": len(held_out)},
-        "config": dataclasses.asdict(config),
-        "steps": result.steps,
-        "seconds": round(result.seconds, 1),
-        "offsets": result.offsets,
-        "error_before": result.scales,
-        "noise_rate": result.noise_rate,
-        "validation": {
-            "score" if name == "valid" else name.removeprefix("valid_"): x for name, x in result.validation.items()
-        },
-        **environment(),
-    }
-    if calibrated and trained.calibrated_at_end:
+    assert trained.history is not None
+    trained.history = dataclasses.replace(
+        trained.history,
+        train=DataSource(train.name, len(structures)),
+        valid=DataSource(valid.name if valid else train.name, len(held_out)),
+    )
+    if calibrated and trained.learner().calibrated_after:
         data = valid.name if valid else f"what was held out of {train.name}"
         trained.save(out / "model.pt")  # nothing that happens now costs the run
         _calibrate(trained, held_out, data, console)
     trained.save(out / "model.pt")
-    summary = {"backbone": backbone, "method": method, "options": dict(options), **trained.record}
+    summary = {"backbone": backbone, "method": method, "options": dict(options)}
+    summary |= as_record(trained.history, trained.calibration)
     summary["seen"] = [name_of_structure(atoms) for atoms in (*structures, *held_out)]
     write_json(out / "summary.json", summary)
     console.print(f"{result.steps} steps in {result.seconds:.0f} s; the model is {out / 'model.pt'}")
@@ -146,19 +138,13 @@ def run(
     return summary
 
 
-def _fabric(device: str | None) -> Fabric:
-    """One process on this device, or those that torchrun started; a GPU each where there are any."""
-    world, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    accelerator, _, index = chosen_device(device).partition(":")
-    if world == 1:
-        return Fabric(accelerator=accelerator, devices=[int(index)] if index else 1)
-    if index:
-        raise ValueError(f"torchrun gives each process a device of its own, so give {accelerator!r}, not {device!r}")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fabric = Fabric(accelerator=accelerator, devices=local, num_nodes=world // local, strategy="ddp")
-        fabric.launch()
-    return fabric
+@contextlib.contextmanager
+def _in_files(files: Mapping[Path, list[Atoms]]) -> Iterator[None]:
+    """Errors about structures name the file, and the number of the structure in it."""
+    with contextlib.ExitStack() as stack:
+        for file, structures in files.items():
+            stack.enter_context(in_file(file, structures))
+        yield
 
 
 def _calibrate(trained: Method, held_out: Sequence[Atoms], data: str, console: Console) -> None:

@@ -7,11 +7,13 @@ from rich.console import Console
 from rich.table import Table
 
 from pmlip import checkpoint
+from pmlip.provenance import as_record
 
 
 def run(path: Path, *, console: Console) -> dict[str, Any]:
     content = checkpoint.read(path)
     settings = dict(content.settings)
+    made = as_record(content.history, content.calibration)
     record = {
         "file": path.name,
         "method": settings.pop("method", "p"),
@@ -20,7 +22,7 @@ def run(path: Path, *, console: Console) -> dict[str, Any]:
         "parameters": sum(value.numel() for value in content.state.values()),
         "noise": {"dimension": settings["noise_dim"], "sites": len(settings["sites"])} if "sites" in settings else {},
         "options": settings.get("options", {}),
-        **content.record,
+        **made,
         "versions": dict(content.versions),
     }
     table = Table(title=str(path), show_header=False)
@@ -28,7 +30,7 @@ def run(path: Path, *, console: Console) -> dict[str, Any]:
         if value not in ({}, None) and name != "file":
             table.add_row(name.replace("_", " "), _shown(value))
     console.print(table)
-    if not content.record:
+    if not made:
         console.print("It does not say how it was trained: it was saved by hand, not by pmlip finetune.")
     return record
 

@@ -3,13 +3,17 @@
 import importlib
 import inspect
 import pkgutil
+from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
+
+from ase import Atoms
 
 from pmlip.backbones.base import Backbone
 from pmlip.errors import did_you_mean
-from pmlip.methods.base import Method
+from pmlip.methods.base import BuiltFrom, Method
 
-__all__ = ["Method", "available", "check", "make"]
+__all__ = ["Method", "available", "build", "built_from", "check", "make"]
 
 
 def available() -> list[str]:
@@ -30,7 +34,7 @@ def check(name: str) -> None:
 def make(name: str, backbone: Backbone, **options: Any) -> Method:
     """A method around a copy of this backbone, ready to be fine-tuned; options are those of its class."""
     check(name)
-    maker = importlib.import_module(f"pmlip.methods.{name.replace('-', '_')}").make
+    maker = _module(name).make
     allowed = [option for option in inspect.signature(maker).parameters if option != "backbone"]
     for option in options:
         if option not in allowed:
@@ -38,3 +42,19 @@ def make(name: str, backbone: Backbone, **options: Any) -> Method:
             raise ValueError(f"{name} has no option {option!r}; allowed: {', '.join(allowed) or 'none'}{hint}")
     method: Method = maker(backbone, **options)
     return method
+
+
+def built_from(name: str) -> BuiltFrom | None:
+    """The fine-tuned models that a method is built from; None for a method that is trained itself."""
+    check(name)
+    return getattr(_module(name), "BUILT_FROM", None)
+
+
+def build(name: str, tuned: Sequence[Method], valid: Sequence[Atoms]) -> Method:
+    """A method built from fine-tuned models of `built_from(name)`, fitted to validation data where it needs any."""
+    built: Method = _module(name).build(tuned, valid)
+    return built
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"pmlip.methods.{name.replace('-', '_')}")

@@ -8,7 +8,7 @@ from ase import Atoms
 from torch import Tensor
 
 from pmlip.backbones.base import Backbone, Graph
-from pmlip.methods.base import WrappedMethod, each_sample
+from pmlip.methods.base import Learner, WrappedMethod, each_sample
 from pmlip.spread_fit import best_width
 from pmlip.structures import LABELS
 from pmlip.structures.labels import labels
@@ -17,7 +17,6 @@ from pmlip.structures.labels import labels
 class Gaussian(WrappedMethod):
     """Subclasses say what the width of the forces is proportional to; energies per atom and stresses have one width."""
 
-    needs_validation = True
     one_pass = True
     widths: Tensor  # of the outputs, in units of what they are proportional to; zero before they are fitted
 
@@ -60,7 +59,7 @@ class Gaussian(WrappedMethod):
             units["stress"] = torch.ones_like(outputs["stress"]).double()
         return units
 
-    def finish(self, valid: Sequence[Atoms]) -> None:
+    def fit_widths(self, valid: Sequence[Atoms]) -> None:
         """Fit the width of each output to the validation data: the one with the smallest CRPS."""
         target = labels(valid)
         collected: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {name: [] for name in LABELS}
@@ -82,3 +81,22 @@ class Gaussian(WrappedMethod):
             if pairs:
                 errors, units = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
                 self.widths[position] = best_width(errors, units)
+
+    def learner(self) -> Learner:
+        return GaussianLearner(self)
+
+
+class GaussianLearner(Learner):
+    """Trains the potential inside, then fits the widths."""
+
+    needs_validation = True
+    model: Gaussian
+
+    def fit_on_validation(self, valid: Sequence[Atoms]) -> None:
+        self.model.fit_widths(valid)
+
+
+def fitted(model: Gaussian, valid: Sequence[Atoms]) -> Gaussian:
+    """The model with its widths fitted to validation data."""
+    model.fit_widths(valid)
+    return model

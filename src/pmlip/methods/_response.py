@@ -3,17 +3,15 @@
 import copy
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from ase import Atoms
 
-from pmlip.methods.base import evaluating
+from pmlip.backbones.base import Backbone
+from pmlip.methods._sampling import evaluating
 from pmlip.noise.injection import noisy_layers
+from pmlip.perturbed import Perturbed
 from pmlip.structures.atoms import subsample
-
-if TYPE_CHECKING:
-    from pmlip.methods.p import Potential
 
 RELAXED = 0.05  # eV/Å; with smaller forces, structures are at rest
 STRUCTURES, PROBES = 4, 8  # of each
@@ -21,12 +19,14 @@ SMALLEST_SPREAD = 1e-3  # eV/Å for noise weights of size 1; CHGNet, which respo
 DEAD = 0.02  # of the largest response: some layers, as CHGNet's last of angles, do not reach the forces
 
 
-def of_layers(potential: "Potential", structures: Sequence[Atoms]) -> list[float]:
+def of_layers(potential: Perturbed, structures: Sequence[Atoms]) -> list[float]:
     """The spread of the forces, in eV/Å, for small random noise weights in each layer alone, by their size; 0: dead.
 
     By gradients, all layers at once: if v is random, |d(v F)/d shift|^2 is on average the sum of squares of dF/d shift.
     """
     tried = copy.deepcopy(potential)
+    backbone = tried.backbone
+    assert isinstance(backbone, Backbone)
     tried.randomise(0.0)
     weights = [layer.noise_weight for layer in noisy_layers(tried.backbone)]
     w_z, generator = tried.noise.w_z.detach(), torch.Generator().manual_seed(0)
@@ -34,7 +34,7 @@ def of_layers(potential: "Potential", structures: Sequence[Atoms]) -> list[float
     some = subsample(structures, STRUCTURES)
     with evaluating(tried), torch.enable_grad():
         for atoms in some:
-            graph = tried.backbone.graph([_in_motion(atoms, tried)])
+            graph = backbone.graph([_in_motion(atoms, tried, backbone)])
             forces = tried(graph, e)["forces"]
             for _ in range(PROBES):
                 probe = torch.randn(forces.shape, generator=generator).to(forces)
@@ -62,10 +62,11 @@ def weights_for(spread: float, responses: Sequence[float], *, balance: float) ->
     return [spread * own / whole for own in shape]
 
 
-def _in_motion(atoms: Atoms, potential: "Potential") -> Atoms:
+@torch.no_grad()
+def _in_motion(atoms: Atoms, potential: Perturbed, backbone: Backbone) -> Atoms:
     """The same or, where symmetry fixes its forces so that noise could not move them, one like it without."""
     moved = _with_another_atom(atoms) if len(atoms) == 1 else atoms.copy()
-    if float(potential.predict(moved).forces.abs().max()) < RELAXED:
+    if float(potential(backbone.graph([moved]))["forces"].abs().max()) < RELAXED:
         moved.rattle(0.05, seed=0)
     return moved
 

@@ -16,7 +16,7 @@ from ase.build import bulk
 from torch import Tensor, nn
 
 from pmlip.backbones.base import Backbone, Graph
-from pmlip.methods.base import WrappedMethod, each_sample, seeded
+from pmlip.methods.base import Learner, WrappedMethod, each_sample, seeded
 from pmlip.noise.layer_classes import Mixin, become, mixed_class
 from pmlip.noise.split_linear import SplitInput, linear
 
@@ -155,22 +155,25 @@ class BLIP(WrappedMethod):
         self.posterior = make_variational(
             self.backbone.module, layers, features, prior=prior, largest=largest, offset=offset
         ).to(next(backbone.parameters()))
-        self._penalty: Tensor | None = None
-        self._alpha = math.nan
+        # of the last call of `forward` with noise
+        self.last_penalty: Tensor | None = None
+        self.last_alpha = math.nan
 
     def settings(self) -> dict[str, float]:
         return self.options
 
-    def new_parameters(self) -> list[nn.Parameter]:
-        return list(self.posterior.parameters())
+    def learner(self) -> Learner:
+        return BLIPLearner(self)
 
     def forward(self, graph: Graph, draws: Tensor | None) -> dict[str, Tensor]:
         if draws is None:
             return {name: value[None] for name, value in self.backbone(graph).items()}
         features = self.backbone.row_features(graph)
         alpha = self.posterior.infer({kind: features[kind] for kind in self.posterior.networks})
-        self._penalty = self.options["beta"] * self.posterior.divergence(alpha)
-        self._alpha = math.exp(float(torch.cat([values.detach().log().flatten() for values in alpha.values()]).mean()))
+        self.last_penalty = self.options["beta"] * self.posterior.divergence(alpha)
+        self.last_alpha = math.exp(
+            float(torch.cat([values.detach().log().flatten() for values in alpha.values()]).mean())
+        )
 
         def run(generator: torch.Generator) -> dict[str, Tensor]:
             with self.posterior.drawing(alpha, generator):
@@ -178,13 +181,20 @@ class BLIP(WrappedMethod):
 
         return each_sample(run, draws)
 
+
+class BLIPLearner(Learner):
+    model: BLIP
+
+    def new_parameters(self) -> list[nn.Parameter]:
+        return list(self.model.posterior.parameters())
+
     def penalty(self) -> Tensor | None:
-        penalty, self._penalty = self._penalty, None  # with it goes the graph of the last pass
+        penalty, self.model.last_penalty = self.model.last_penalty, None  # frees the graph of the last pass
         return penalty
 
     def watched(self) -> dict[str, float]:
         """The geometric mean of alpha: where it goes to zero, so does the spread."""
-        return {"alpha": self._alpha}
+        return {"alpha": self.model.last_alpha}
 
 
 make = BLIP

@@ -5,11 +5,15 @@ from collections.abc import Sequence
 from typing import Self
 
 import torch
+from ase import Atoms
 from torch import Tensor, nn
 
+from pmlip import checkpoint
 from pmlip.backbones.base import Backbone, Graph
-from pmlip.methods.base import Method, StoredMethod
+from pmlip.methods.base import BuiltFrom, Learner, Method
 from pmlip.methods.deterministic import Deterministic
+
+BUILT_FROM = BuiltFrom("deterministic", several=True)
 
 
 def checked_count(members: float) -> int:
@@ -18,19 +22,20 @@ def checked_count(members: float) -> int:
     return int(members)
 
 
-class Ensemble(StoredMethod):
+class Ensemble(Method):
     name = "ensemble"
 
     def __init__(self, backbone: Backbone, *, members: int = 3) -> None:
         self._hold(backbone, [Deterministic(backbone) for _ in range(checked_count(members))])
 
     def _hold(self, backbone: Backbone, members: Sequence[Method]) -> None:
-        super().__init__(backbone)
+        super().__init__()
+        self.origin = checkpoint.Origin.of(backbone)
         self.members = nn.ModuleList(members)
 
     @classmethod
     def of(cls, members: Sequence[Method]) -> Self:
-        """An ensemble of copies of models that are fine-tuned already."""
+        """An ensemble of copies of fine-tuned models."""
         made = cls.__new__(cls)
         made._hold(members[0].backbone, copy.deepcopy(list(members)))
         made.origin = members[0].origin
@@ -41,7 +46,7 @@ class Ensemble(StoredMethod):
         return len(self.members)
 
     @property
-    def backbone(self) -> Backbone:  # type: ignore[override]  # that of the first member, which it owns
+    def backbone(self) -> Backbone:  # type: ignore[override]  # of the first member, which owns it
         return self.parts()[0].backbone
 
     @property
@@ -53,8 +58,8 @@ class Ensemble(StoredMethod):
     def settings(self) -> dict[str, int]:
         return {"members": len(self.members)}
 
-    def parts(self) -> Sequence[Method]:
-        return list(self.members)  # type: ignore[arg-type]  # a ModuleList does not say of what
+    def parts(self) -> list[Method]:
+        return list(self.members)  # type: ignore[arg-type]  # a ModuleList does not name the class of its parts
 
     def member(self, number: int, *, seed: int = 0) -> Backbone:
         last = len(self.members) - 1
@@ -67,9 +72,6 @@ class Ensemble(StoredMethod):
             raise ValueError(f"an ensemble of {len(self.members)} members has as many samples, not {samples}")
         return torch.arange(samples)
 
-    def draw_for_training(self, samples: int, systems: int, generator: torch.Generator) -> Tensor:
-        raise TypeError("an ensemble is not trained as one; its parts are")
-
     def forward(self, graph: Graph, draws: Tensor | None) -> dict[str, Tensor]:
         """The members' predictions; without draws, their mean."""
         chosen = range(len(self.members)) if draws is None else draws.tolist()
@@ -77,5 +79,21 @@ class Ensemble(StoredMethod):
         joined = {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
         return {name: value.mean(0, keepdim=True) for name, value in joined.items()} if draws is None else joined
 
+    def learner(self) -> Learner:
+        return EnsembleLearner(self)
+
+
+class EnsembleLearner(Learner):
+    """Trains the members one after the other."""
+
+    model: Ensemble
+
+    def parts(self) -> Sequence[Method]:
+        return self.model.parts()
+
 
 make = Ensemble
+
+
+def build(tuned: Sequence[Method], valid: Sequence[Atoms]) -> Ensemble:
+    return Ensemble.of(tuned)

@@ -1,7 +1,7 @@
-"""P, learned functional perturbations: what this package is about."""
+"""P, learned functional perturbations: noise at the sites of a potential, trained by the fair CRPS of K samples."""
 
 from collections.abc import Iterable, Sequence
-from typing import overload
+from typing import Any, overload
 
 import torch
 from ase import Atoms
@@ -10,28 +10,32 @@ from torch.nn import functional
 
 from pmlip.backbones.base import Backbone, Graph
 from pmlip.methods import _energy_zero, _response
-from pmlip.methods.base import Method, Progress
+from pmlip.methods.base import Initialisation, Learner, Method, Progress
 from pmlip.noise import draws as noise_draws
 from pmlip.noise.injection import Site, Sites, find_sites
 from pmlip.perturbed import Perturbed
 from pmlip.samples import Samples
+from pmlip.structures.atoms import subsample
 
 ATOMS_IN_A_GRADIENT = 64  # times samples, in one pass
+STRUCTURES_FOR_ZERO = 2  # the energy offset of a sample is common to all structures, so a few show it
 
 
 class Potential(Perturbed, Method):
-    """A perturbed interatomic potential. Sample k is the same potential for all structures it is asked about."""
+    """A perturbed interatomic potential. Sample k is the same potential for every structure.
 
+    Each sample has its own energy offset per atom, v . z + z . C z / 2, which leaves forces unchanged: noise that moves
+    forces shifts all energies together much more than it changes their differences.
+    """
+
+    name = "p"
     backbone: Backbone
-    energy_curvature: Tensor
-    trains_on_samples = True
-    calibrated_at_end = True
+    energy_curvature: Tensor  # C
+    save = Method.save
 
     def __init__(self, backbone: Backbone, sites: tuple[Site, ...], noise_dim: int) -> None:
         super().__init__(backbone, sites, noise_dim)
-        # The zero of a sample's energies, in eV per atom: its slope in z, and its curvature. Noise that moves forces
-        # moves all energies together much more than it moves them apart, and about their zero the data leave no doubt.
-        self.energy_zero = nn.Parameter(torch.zeros_like(self.noise.w_z[0]))
+        self.energy_zero = nn.Parameter(torch.zeros_like(self.noise.w_z[0]))  # v
         self.register_buffer("energy_curvature", torch.zeros_like(self.noise.w_z.detach()))
 
     def forward(self, graph: Graph, noise: Tensor | None = None) -> dict[str, Tensor]:  # type: ignore[override]  # not any arguments
@@ -52,67 +56,15 @@ class Potential(Perturbed, Method):
         return named | {"energy": named["energy"] + atoms * self._zero(noise)}
 
     def _zero(self, noise: Tensor) -> Tensor:
-        """The zero of the energies for draws e (..., noise), in eV per atom."""
+        """The energy offset for draws e (..., noise), in eV per atom."""
         z = functional.linear(noise.to(self.noise.w_z), self.noise.w_z)
         return (z @ self.energy_zero + 0.5 * (z @ self.energy_curvature * z).sum(-1)).double()
 
-    def draw_for_training(self, samples: int, systems: int, generator: torch.Generator) -> Tensor:
-        """An independent e for every sample of every system, (sample, system, noise)."""
-        return noise_draws.draw_for_training(samples, systems, self.noise.dim, generator=generator)
+    def learner(self) -> "PotentialLearner":
+        return PotentialLearner(self)
 
-    def new_parameters(self) -> list[nn.Parameter]:
-        return self.noise_parameters()
-
-    def energy_parameters(self) -> list[nn.Parameter]:
-        return [self.energy_zero]
-
-    def fit_energy_zero(self, structures: Sequence[Atoms], *, curved: bool = True) -> None:
-        """Take out of the samples' energies what is common to these structures and linear (or quadratic) in z.
-
-        A parabola is fitted by gradients, each of which costs no more than a training step.
-        """
-        graphs = [(self.backbone.graph([atoms]), len(atoms)) for atoms in structures]
-
-        def gradient(e: Tensor) -> Tensor:
-            """That of the mean energy per atom, (sample, noise); in small passes, for it must not need more memory
-            than a training step."""
-            e = e.to(self.noise.w_z)
-            sums = torch.zeros_like(e)
-            for graph, atoms in graphs:
-                for own, total in zip(*(x.split(max(1, ATOMS_IN_A_GRADIENT // atoms)) for x in (e, sums)), strict=True):
-                    leaf = own.clone().requires_grad_()
-                    with torch.enable_grad():
-                        energy = self(graph, leaf)["energy"].sum() / atoms
-                    total += torch.autograd.grad(energy, leaf)[0]
-            return sums.double() / len(graphs)
-
-        slope = _energy_zero.fit_slope(gradient, self.noise.dim)
-        curvature = _energy_zero.fit_curvature(gradient, self.noise.dim).to(slope) if curved else None
-        with torch.no_grad():
-            to_z = torch.linalg.inv(self.noise.w_z.double())
-            self.energy_zero.sub_((slope @ to_z).to(self.energy_zero))
-            if curvature is not None:
-                self.energy_curvature.sub_((to_z.T @ curvature @ to_z).to(self.energy_curvature))
-
-    def responses(self, structures: Sequence[Atoms]) -> list[float]:
-        return _response.of_layers(self, structures)
-
-    def rate_for_new(self, responses: Sequence[float], error: float) -> float:
-        """0.4 % of the random noise weights with which the spread would be as large as the error.
-
-        Potentials respond to noise very differently (Orb-v2 twenty times as strongly as CHGNet), so no one rate suits
-        all. The share is what served Orb-v2 and CHGNet alike.
-        """
-        return 0.004 * max(_response.weights_for(error, responses, balance=0.0))
-
-    @property
-    def usual_start(self) -> float:
-        return 0.0 if self.trained else 1.0  # what was learned before must not be lost
-
-    def start_at_random(self, spread: float, responses: Sequence[float], *, balance: float, seed: int) -> None:
-        """Training then takes the spread away where there are data, and leaves it elsewhere."""
-        self.energy_curvature.zero_()  # of what was there before
-        self.randomise(_response.weights_for(spread, responses, balance=balance), seed=seed)
+    def settings(self) -> dict[str, Any]:
+        return self.stored_settings()
 
     def sample(
         self,
@@ -126,8 +78,8 @@ class Potential(Perturbed, Method):
     ) -> Samples:
         """K samples for each structure, by default 16, on the CPU; see `pmlip.noise.draw` for the kinds of draws.
 
-        chunk_atoms: how many atoms (times samples) to put through one pass; found by trial when it is not given.
-        progress(done, all) is told how many structures are done.
+        chunk_atoms: how many atoms (times samples) go through one pass; by default the fastest number, found by trial.
+        progress(done, total) counts structures.
         """
         draws = self.draw(self._count(samples), seed=seed, kind=kind)
         return self._samples(structures, draws, chunk_atoms, progress)
@@ -136,7 +88,7 @@ class Potential(Perturbed, Method):
         return noise_draws.counterweights(draws)
 
     def fold(self, *, sample: int, seed: int = 0, kind: str = "plain") -> Backbone:
-        """Sample number `sample` as an ordinary backbone: its own calculator, its own file format."""
+        """Sample number `sample` as an ordinary backbone, with the package's own calculator and file format."""
         folded = super().fold(sample=sample, seed=seed, kind=kind)
         assert isinstance(folded, Backbone)
         if zero := self._zero(self.draw(sample + 1, seed=seed, kind=kind)[sample]).item():
@@ -151,6 +103,77 @@ class Potential(Perturbed, Method):
         """Scale W_z, so that each sample stays a potential; the spread follows as far as the response is linear."""
         self.noise.w_z.mul_(factor)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name in ("energy_zero", "energy_curvature"):  # formats 1 and 2 lack them
+            state_dict.setdefault(f"{prefix}{name}", torch.zeros_like(getattr(self, name)))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class PotentialLearner(Learner):
+    trains_on_samples = True
+    calibrated_after = True
+    model: Potential
+
+    def draw(self, samples: int, systems: int, generator: torch.Generator) -> Tensor:
+        """An independent e for every sample of every system, (sample, system, noise)."""
+        return noise_draws.draw_for_training(samples, systems, self.model.noise.dim, generator=generator)
+
+    def new_parameters(self) -> list[nn.Parameter]:
+        return self.model.noise_parameters()
+
+    def energy_parameters(self) -> list[nn.Parameter]:
+        return [self.model.energy_zero]
+
+    def initialise(self, structures: Sequence[Atoms], how: Initialisation) -> float:
+        """Random noise weights with a spread as large as the error, unless the model has noise weights already.
+
+        Training then removes the spread where there are data. The learning rate is 0.4 % of the noise weights with
+        which the spread would be as large as the error: Orb-v2 responds to noise twenty times as strongly as CHGNet,
+        and this share suited both.
+        """
+        model = self.model
+        usual = 0.0 if model.trained else 1.0
+        start = usual if how.start is None else how.start
+        responses = _response.of_layers(model, structures) if start or how.rate is None else []
+        rate = how.rate or 0.004 * max(_response.weights_for(how.error, responses, balance=0.0))
+        if start:
+            model.energy_curvature.zero_()  # it belongs to the noise weights before
+            model.randomise(
+                _response.weights_for(start * how.error, responses, balance=how.balance),
+                seed=how.seed,
+            )
+            if how.learns_energy:  # without curvature, which optimiser steps would not follow
+                self.fit_energy_zero(structures, curved=False)
+        return rate
+
+    def fit_energy_zero(self, structures: Sequence[Atoms], *, curved: bool) -> bool:
+        """Subtract from the samples' energies the part that structures share and that is linear (or quadratic) in z."""
+        model = self.model
+        molecules = [atoms for atoms in structures if len(atoms) > 1] or structures  # no isolated atoms
+        some = subsample(molecules, STRUCTURES_FOR_ZERO)
+        graphs = [(model.backbone.graph([atoms]), len(atoms)) for atoms in some]
+
+        def gradient(e: Tensor) -> Tensor:
+            """Gradient of the mean energy per atom, (sample, noise), in passes no larger than a training step."""
+            e = e.to(model.noise.w_z)
+            sums = torch.zeros_like(e)
+            for graph, atoms in graphs:
+                for own, total in zip(*(x.split(max(1, ATOMS_IN_A_GRADIENT // atoms)) for x in (e, sums)), strict=True):
+                    leaf = own.clone().requires_grad_()
+                    with torch.enable_grad():
+                        energy = model(graph, leaf)["energy"].sum() / atoms
+                    total += torch.autograd.grad(energy, leaf)[0]
+            return sums.double() / len(graphs)
+
+        slope = _energy_zero.fit_slope(gradient, model.noise.dim)
+        curvature = _energy_zero.fit_curvature(gradient, model.noise.dim).to(slope) if curved else None
+        with torch.no_grad():
+            to_z = torch.linalg.inv(model.noise.w_z.double())
+            model.energy_zero.sub_((slope @ to_z).to(model.energy_zero))
+            if curvature is not None:
+                model.energy_curvature.sub_((to_z.T @ curvature @ to_z).to(model.energy_curvature))
+        return True
+
 
 @overload
 def perturb(module: Backbone, *, noise_dim: int = 128, sites: Sites | None = None) -> Potential: ...
@@ -161,11 +184,11 @@ def perturb(module: nn.Module, *, noise_dim: int = 128, sites: Sites | None = No
 
 
 def perturb(module: nn.Module, *, noise_dim: int = 128, sites: Sites | None = None) -> Perturbed:
-    """A copy of `module` with noise at its sites, computing exactly what the module does until it is trained.
+    """A copy of `module` with noise at its sites, which computes exactly what the module does until it is trained.
 
-    A backbone from `load_backbone` knows its sites and becomes a `Potential`. Any other module becomes a
-    `Perturbed` and needs `sites`: names, glob patterns, `Site`s, or a function (name, module) -> bool. Sites must be
-    layers that the module calls: a fused kernel that reads their weights instead passes the noise by.
+    A backbone from `load_backbone` knows its sites and becomes a `Potential`. Any other module becomes a `Perturbed`
+    and needs `sites`: names, glob patterns, `Site`s, or a function (name, module) -> bool. The module must call the
+    layers at its sites: a fused kernel that reads their weights directly bypasses the noise.
     """
     if isinstance(module, Perturbed):
         raise ValueError("this model is perturbed already; perturb its original backbone instead")

@@ -1,20 +1,24 @@
 """An ensemble of P models: each knows the size of errors like those of its data; elsewhere they disagree."""
 
+from collections.abc import Sequence
+
 import torch
+from ase import Atoms
 from torch import Tensor
 
 from pmlip.backbones.base import Backbone, Graph
-from pmlip.methods.ensemble import Ensemble, checked_count
+from pmlip.methods.base import BuiltFrom, Learner, Method
+from pmlip.methods.ensemble import Ensemble, EnsembleLearner, checked_count
 from pmlip.methods.p import Potential, perturb
 from pmlip.noise import draws as noise_draws
+
+BUILT_FROM = BuiltFrom("p", several=True)
 
 
 class PEnsemble(Ensemble):
     """Sample k is sample k of member k modulo their number. A draw is the member's number and the noise e."""
 
     name = "p-ensemble"
-    trains_on_samples = True
-    calibrated_at_end = True
     fixed_samples = None
 
     def __init__(self, backbone: Backbone, *, members: int = 3, noise_dim: int = 128) -> None:
@@ -58,5 +62,17 @@ class PEnsemble(Ensemble):
         in_order = torch.cat(chosen).argsort()
         return {name: torch.cat([output[name] for output in outputs])[in_order] for name in outputs[0]}
 
+    def learner(self) -> Learner:
+        return PEnsembleLearner(self)
+
+
+class PEnsembleLearner(EnsembleLearner):
+    trains_on_samples = True
+    calibrated_after = True
+
 
 make = PEnsemble
+
+
+def build(tuned: Sequence[Method], valid: Sequence[Atoms]) -> PEnsemble:
+    return PEnsemble.of(tuned)

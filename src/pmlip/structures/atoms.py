@@ -28,11 +28,24 @@ class StructureError(ValueError):
 
 
 @contextlib.contextmanager
-def in_file(path: str | Path) -> Iterator[None]:
-    """What is wrong with structures is told with the file they came from."""
+def in_file(path: str | Path, structures: Sequence[Atoms] | None = None) -> Iterator[None]:
+    """Errors about structures name their file.
+
+    structures: all structures of the file, where the error numbers a selection of them; an error about a structure of
+    another file passes unchanged.
+    """
     try:
         yield
+    except StructureError as error:
+        if structures is None:
+            raise ValueError(f"{path}: {error}") from error
+        places = [index for index, atoms in enumerate(structures) if atoms is error.atoms]
+        if not places:
+            raise
+        raise ValueError(f"{path}: {StructureError(error.atoms, places[0], error.problem)}") from error
     except ValueError as error:
+        if structures is not None:
+            raise
         raise ValueError(f"{path}: {error}") from error
 
 

@@ -1,6 +1,7 @@
 """The labels that structures carry, as tensors."""
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -52,9 +53,11 @@ def _asked(structures: Sequence[Atoms], name: str) -> torch.Tensor:
     return torch.tensor([name != "stress" or atoms.cell.rank == 3 for atoms in structures])
 
 
-def check_labels(structures: Sequence[Atoms], names: Sequence[str], *, missing: bool) -> None:
-    """Forces must be there; and, unless labels may be missing, what one structure carries of these names all must."""
-    found = labels(structures)
+def check_labels(structures: Sequence[Atoms], found: Outputs, names: Sequence[str], *, missing: bool) -> None:
+    """Require forces and, unless labels may be missing, that all structures carry the same ones of these labels.
+
+    found: the labels of the structures.
+    """
     for name in names:
         asked = _asked(structures, name)
         lacking = [index for index in _lacking(found, name).tolist() if asked[index]]
@@ -89,15 +92,36 @@ def _lacking(found: Outputs, name: str) -> torch.Tensor:
     return (found.system[~rows] if name in PER_ATOM else (~rows).nonzero().flatten()).unique()
 
 
-def fingerprint(structures: Sequence[Atoms], *, labelled: bool = True) -> str:
-    """A hash of structures and labels, or of structures alone, to know the same data again."""
+def fingerprint(structures: Sequence[Atoms], found: Outputs | None = None) -> str:
+    """A hash that identifies structures, together with their labels where these are given."""
     digest = hashlib.sha256()
     for atoms in structures:
         for array in (atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc):
             digest.update(np.ascontiguousarray(array).tobytes())
         if known := electrons(atoms):
             digest.update(repr(known).encode())
-    if structures and labelled:
-        for value in labels(structures).values():
+    if found is not None:
+        for value in found.values():
             digest.update(value.numpy().tobytes())
     return digest.hexdigest()
+
+
+def split(found: Outputs) -> list[Outputs]:
+    """Labels structure by structure."""
+    sizes = found.atoms_per_system.tolist()
+    named: dict[str, Sequence[torch.Tensor]] = {
+        name: value.split(sizes) if name in PER_ATOM else value.split(1) for name, value in found.items()
+    }
+    parts = zip(*named.values(), strict=True)
+    zeros = torch.zeros_like(found.system).split(sizes)
+    return [Outputs(dict(zip(named, part, strict=True)), own) for part, own in zip(parts, zeros, strict=True)]
+
+
+def join(parts: Sequence[Outputs]) -> Outputs:
+    """Labels of several batches as those of one."""
+    system = torch.cat([part.system + start for part, start in zip(parts, _starts(parts), strict=True)])
+    return Outputs({name: torch.cat([part[name] for part in parts]) for name in parts[0]}, system)
+
+
+def _starts(parts: Sequence[Outputs]) -> list[int]:
+    return list(itertools.accumulate((part.systems for part in parts[:-1]), initial=0))

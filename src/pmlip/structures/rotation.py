@@ -4,20 +4,16 @@ import numpy as np
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.stress import full_3x3_to_voigt_6_stress, voigt_6_to_full_3x3_stress
+from scipy.spatial.transform import Rotation
 
 from pmlip.structures import LABELS
 
 
 def random_rotation(random: np.random.Generator) -> np.ndarray:
-    """A rotation, all equally likely (a unit quaternion)."""
-    w, x, y, z = (q := random.normal(size=4)) / np.linalg.norm(q)
-    return np.array(
-        [
-            [1 - 2 * (y * y + z * z), 2 * (x * y - z * w), 2 * (x * z + y * w)],
-            [2 * (x * y + z * w), 1 - 2 * (x * x + z * z), 2 * (y * z - x * w)],
-            [2 * (x * z - y * w), 2 * (y * z + x * w), 1 - 2 * (x * x + y * y)],
-        ]
-    )
+    """A uniformly distributed rotation matrix."""
+    w, *xyz = random.normal(size=4)
+    matrix: np.ndarray = Rotation.from_quat([*xyz, w]).as_matrix()
+    return matrix
 
 
 def rotated(atoms: Atoms, matrix: np.ndarray) -> Atoms:

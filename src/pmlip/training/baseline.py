@@ -1,38 +1,40 @@
-"""What comes before the first step of a fine-tuning: labels are checked, offsets fitted, errors measured."""
-
-from collections.abc import Sequence
+"""Before the first step of a fine-tuning: check the labels, fit energy offsets, measure the errors."""
 
 import torch
-from ase import Atoms
 
 from pmlip.methods.base import FIXED_ATOMS, Method
+from pmlip.structures.atoms import StructureError
 from pmlip.structures.energy_offsets import fit_offsets
-from pmlip.structures.labels import check_labels, labels
+from pmlip.structures.labels import check_labels
+from pmlip.training.batches import LabelledStructures
 from pmlip.training.config import FinetuneConfig
 
 
-def check_validation(held_out: Sequence[Atoms], config: FinetuneConfig) -> None:
-    """Validation structures must carry what is learned."""
-    found = labels(held_out)
-    if not any(bool(found[name].isfinite().any()) for name in config.learned):
+def check_validation(valid: LabelledStructures, config: FinetuneConfig) -> None:
+    """Require that validation structures carry the labels that are learned."""
+    if not any(bool(valid.labels[name].isfinite().any()) for name in config.learned):
         raise ValueError(
-            f"the validation structures carry none of {', '.join(config.learned)}; Atoms.copy() leaves labels behind"
+            f"the validation structures carry none of {', '.join(config.learned)}; Atoms.copy() drops labels"
         )
     try:
-        check_labels(held_out, config.learned, missing=config.missing)
+        check_labels(valid.structures, valid.labels, config.learned, missing=config.missing)
+    except StructureError as error:
+        raise StructureError(error.atoms, error.index, f"for validation, {error.problem}") from None
     except ValueError as error:
-        raise ValueError(f"of the validation structures: {error}") from error
+        raise ValueError(f"for validation, {error}") from error
 
 
-def prepare(model: Method, train: Sequence[Atoms], config: FinetuneConfig) -> tuple[dict[int, float], dict[str, float]]:
-    """Move energy offsets into the backbone; these, and the mean absolute error of each label before fine-tuning."""
-    target, outputs = labels(train), model.predict(train, chunk_atoms=FIXED_ATOMS)
+def prepare(
+    model: Method, train: LabelledStructures, config: FinetuneConfig
+) -> tuple[dict[int, float], dict[str, float]]:
+    """Move energy offsets into the backbone; gives them, and the MAE of each label before fine-tuning."""
+    target, outputs = train.labels, model.predict(train.structures, chunk_atoms=FIXED_ATOMS)
     offsets: dict[int, float] = {}
     energy = outputs.energy.double()
     if config.offsets and bool(target.energy.isfinite().any()):
-        offsets = fit_offsets(target.energy.numpy(), energy.numpy(), train)
+        offsets = fit_offsets(target.energy.numpy(), energy.numpy(), train.structures)
         model.backbone.shift_references(offsets)
-        shift = [sum(offsets.get(int(number), 0.0) for number in atoms.numbers) for atoms in train]
+        shift = [sum(offsets.get(int(number), 0.0) for number in atoms.numbers) for atoms in train.structures]
         energy = energy + torch.tensor(shift, dtype=torch.float64)
     errors = {"energy": (energy - target.energy) / target.atoms_per_system}
     errors |= {name: outputs[name].double() - target[name] for name in ("forces", "stress") if name in outputs}
@@ -43,5 +45,5 @@ def prepare(model: Method, train: Sequence[Atoms], config: FinetuneConfig) -> tu
             # an error of zero would make the weight infinite: the model knows these labels already
             scales[name] = max(float(present.abs().mean()), 1e-6)
     if not scales:
-        raise ValueError("no label that the model predicts and that has a weight in the loss is there to learn from")
+        raise ValueError("nothing to train on: no label present has a non-zero weight")
     return offsets, scales

@@ -1,63 +1,91 @@
-"""What the processes of a run share."""
+"""The processes of a run: one, or those that torchrun started."""
 
 import math
+import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional
-
-if TYPE_CHECKING:  # it takes seconds to import
-    from lightning_fabric import Fabric
-
-
-def sum_gradients(parameters: Sequence[nn.Parameter], fabric: "Fabric") -> None:
-    """Add up the gradients of all processes."""
-    if fabric.world_size == 1:
-        return
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    flat = _sum(torch.cat([gradient.flatten() for gradient in gradients]), fabric)
-    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
-
-
-def summed(terms: dict[str, float], fabric: "Fabric") -> dict[str, float]:
-    """The terms of all processes, added up."""
-    if fabric.world_size == 1:
-        return terms
-    values = _sum(torch.tensor(list(terms.values()), dtype=torch.float64, device=fabric.device), fabric)
-    return dict(zip(terms, values.tolist(), strict=True))
-
-
-def whole_batch(own: Tensor, count: int, fabric: "Fabric") -> Tensor:
-    """The values of all `count` structures of a batch, (..., structure), of which a process has every world_size-th.
-
-    Gradients flow to its own alone. All processes must ask, also one that has none.
-    """
-    if fabric.world_size == 1:
-        return own
-    longest = math.ceil(count / fabric.world_size)
-    padded = functional.pad(own.detach(), (0, longest - own.shape[-1]))
-    gathered = fabric.all_gather(padded)  # (process, ..., structure)
-    assert isinstance(gathered, Tensor)
-    whole = gathered.movedim(0, -1).flatten(-2)[..., :count].clone()
-    whole[..., fabric.global_rank :: fabric.world_size] = own
-    return whole
-
 
 T = TypeVar("T")
 
 
-def of_first(value: T, fabric: "Fabric") -> T:
-    """What the first process has, in all of them."""
-    if fabric.world_size == 1:
-        return value
-    given: T = fabric.broadcast(value)
-    return given
+@dataclass(frozen=True)
+class Processes:
+    """The rank of this process, how many there are, and the device of this one."""
 
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    rank: int = 0
+    count: int = 1
 
-def _sum(values: Tensor, fabric: "Fabric") -> Tensor:
-    total = fabric.all_reduce(values, reduce_op="sum")
-    assert isinstance(total, Tensor)
-    return total
+    @classmethod
+    def start(cls, device: str) -> "Processes":
+        """Join the processes that torchrun started, each with its own GPU on a machine that has them.
+
+        device: the device of a single process, or the kind of device for all.
+        """
+        count = int(os.environ.get("WORLD_SIZE", "1"))
+        if count == 1:
+            return cls(torch.device(device))
+        kind, _, index = device.partition(":")
+        if index:
+            raise ValueError(f"torchrun gives each process its own device: give device={kind!r}, not {device!r}")
+        local = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device(kind)
+        if kind == "cuda":
+            torch.cuda.set_device(local)
+        distributed.init_process_group("nccl" if kind == "cuda" else "gloo")
+        return cls(local, distributed.get_rank(), count)
+
+    def stop(self) -> None:
+        """Leave the group of processes."""
+        if self.count > 1:
+            distributed.destroy_process_group()
+
+    @property
+    def share(self) -> slice:
+        """The part of a batch that this process works on."""
+        return slice(self.rank, None, self.count)
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Add up the gradients of all processes."""
+        if self.count == 1:
+            return
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        distributed.all_reduce(flat)
+        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    def sum_terms(self, terms: dict[str, float]) -> dict[str, float]:
+        """Add up the terms of all processes."""
+        if self.count == 1:
+            return terms
+        values = torch.tensor(list(terms.values()), dtype=torch.float64, device=self.device)
+        distributed.all_reduce(values)
+        return dict(zip(terms, values.tolist(), strict=True))
+
+    def gather_batch(self, own: Tensor, size: int) -> Tensor:
+        """The values (..., structure) of a whole batch of `size` structures, of which each process has its share.
+
+        Gradients flow to the values of this process alone. All processes must call it, also one without structures.
+        """
+        if self.count == 1:
+            return own
+        longest = math.ceil(size / self.count)
+        padded = functional.pad(own.detach(), (0, longest - own.shape[-1])).contiguous()
+        gathered = [torch.empty_like(padded) for _ in range(self.count)]
+        distributed.all_gather(gathered, padded)
+        whole = torch.stack(gathered, -1).flatten(-2)[..., :size].clone()
+        whole[..., self.share] = own
+        return whole
+
+    def broadcast(self, value: T) -> T:
+        """The value of the first process, in all of them."""
+        if self.count == 1:
+            return value
+        holder = [value]
+        distributed.broadcast_object_list(holder, src=0, device=self.device)
+        return holder[0]

@@ -1,4 +1,4 @@
-"""Fine-tuning: one plain loop. It is deterministic, goes on where it was stopped, and runs on one process or many."""
+"""Fine-tuning: one plain loop. It is deterministic, resumes where it was stopped, and runs on one process or many."""
 
 import copy
 import math
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,14 +16,16 @@ from torch import Tensor, nn
 
 from pmlip import losses
 from pmlip.memory import is_out_of_memory
-from pmlip.methods.base import FIXED_ATOMS, Method
+from pmlip.methods.base import FIXED_ATOMS, Initialisation, Method
 from pmlip.noise.draws import SEED_OF_FIT
+from pmlip.provenance import History, environment
 from pmlip.structures.atoms import as_structures, subsample
 from pmlip.structures.labels import check_labels, fingerprint, labels
-from pmlip.structures.rotation import random_rotation, rotated
+from pmlip.structures.rotation import random_rotation
 from pmlip.training.baseline import check_validation, prepare
+from pmlip.training.batches import LabelledStructures
 from pmlip.training.config import FinetuneConfig
-from pmlip.training.distributed import of_first, sum_gradients
+from pmlip.training.distributed import Processes
 from pmlip.training.objective import Objective
 from pmlip.training.optimiser import Optimiser
 from pmlip.training.run_state import (
@@ -35,28 +37,43 @@ from pmlip.training.run_state import (
     write_state,
 )
 
-if TYPE_CHECKING:  # it takes seconds to import
-    from lightning_fabric import Fabric
-
-DEFAULT_ERROR = 0.05  # eV/Å, of forces that are not learned from
-ZERO_SHARE = 0.01  # of the error of the energies before: what the zero of a sample's energies may move in a step
-STRUCTURES_FOR_ZERO = 2  # what all have in common, a few show
+DEFAULT_ERROR = 0.05  # eV/Å, where forces are not learned
+ZERO_SHARE = 0.01  # learning rate of the energy offsets of samples, in units of the energy error before fine-tuning
 STRUCTURES_FOR_OFFSETS, SAMPLES_FOR_OFFSETS = 64, 32
 SAVE_EVERY = 60.0  # seconds between two saves of the state of a run
 
 
 @dataclass(frozen=True)
 class Finetuned:
-    """How a run went; of a model of several parts, how that of its first part did, but for the costs."""
+    """How a run went; for a model of several parts, the first part, with the costs of all."""
 
     steps: int
-    passes: int  # structures times samples that went through the network and back
-    validation: dict[str, float]  # scores of what was kept: "valid", and by label; empty without a validation set
+    passes: int  # structures times samples through the network and back
+    validation: dict[str, float]  # scores of the weights that were kept: "valid", and by label; empty without data
     offsets: dict[int, float]  # eV per atom of each element, moved into the backbone's references
     scales: dict[str, float]  # mean absolute error of each label before fine-tuning
-    noise_rate: float  # learning rate of what came with the method
+    noise_rate: float  # learning rate of the parameters that the method added
     log: list[dict[str, float]] = field(repr=False)
     seconds: float = 0.0
+
+    def history(self, config: FinetuneConfig) -> History:
+        """What the file of the model keeps of it."""
+        titled = {"score" if name == "valid" else name.removeprefix("valid_"): x for name, x in self.validation.items()}
+        measured = environment()
+        return History(
+            config=asdict(config),
+            energy_offsets=config.offsets,
+            steps=self.steps,
+            passes=self.passes,
+            seconds=round(self.seconds, 1),
+            offsets=self.offsets,
+            error_before=self.scales,
+            noise_rate=self.noise_rate,
+            validation=titled,
+            validation_curve=[line for line in self.log if "valid" in line],
+            versions=measured["versions"],
+            machine=measured["machine"],
+        )
 
 
 def finetune(
@@ -66,34 +83,31 @@ def finetune(
     valid: Sequence[Atoms] | None = None,
     config: FinetuneConfig | None = None,
     folder: str | Path | None = None,
-    fabric: "Fabric | None" = None,
+    processes: Processes | None = None,
     progress: Callable[[int, int, Mapping[str, float]], None] | None = None,
 ) -> Finetuned:
     """Fine-tune a model in place on structures with labels.
 
-    Each label's term of the loss is measured in units of its error before fine-tuning, so that energies do not
-    drown forces or the other way round. Kept are the averaged weights with the best validation score (without a
-    validation set, the last). With a folder, the state of the run lives there in `last.pt`: called again with the
-    same data and settings, an interrupted run goes on and ends where it would have ended. `progress(step, steps,
-    latest)` is called after every step.
+    The loss measures each label in units of its error before fine-tuning, which balances energies and forces. The
+    averaged weights with the best validation score are kept (without a validation set, the last). With a folder, the
+    state of the run is saved there in `last.pt`: called again with the same data and settings, an interrupted run
+    resumes and ends with the same weights. `progress(step, steps, latest)` is called after every step.
     """
     config = config or FinetuneConfig()
-    listed, held_out = as_structures(train), as_structures(valid) if valid else []
-    check_labels(listed, config.learned, missing=config.missing)
+    learner = model.learner()
+    data = LabelledStructures(as_structures(train))
+    check_labels(data.structures, data.labels, config.learned, missing=config.missing)
+    held_out = LabelledStructures(as_structures(valid)) if valid else None
     if held_out:
         check_validation(held_out, config)
-    if model.trains_on_samples and config.samples < 2:
+    if learner.trains_on_samples and config.samples < 2:
         raise ValueError(f"a spread is learned from at least 2 samples, got samples={config.samples}")
-    if model.needs_validation and not held_out:
+    if learner.needs_validation and not held_out:
         raise ValueError("this method fits its widths to validation data, and none were given")
-    if fabric is None:
-        from lightning_fabric import Fabric
-
-        device = next(model.parameters()).device
-        fabric = Fabric(accelerator=device.type, devices=1 if device.index is None else [device.index])
-    model.record = {"config": asdict(config)}  # nothing of how the model was before
+    processes = processes or Processes(next(model.parameters()).device)
+    model.history = model.calibration = None  # they told of the model before
     runs: list[Finetuned] = []
-    parts = model.parts()
+    parts = learner.parts()
     if folder:
         refuse_state_of_another_kind(Path(folder), parts=len(parts))
     for number, part in enumerate(parts):
@@ -104,16 +118,19 @@ def finetune(
 
         place = folder_of_part(Path(folder), number, parts=len(parts)) if folder else None
         own = replace(config, seed=config.seed * len(parts) + number)  # no two seeds share a part
-        runs.append(_Run(part, listed, held_out, own, place, fabric).to_the_end(show))
-    model.finish(held_out)
-    return replace(runs[0], **{name: sum(getattr(run, name) for run in runs) for name in ("seconds", "passes")})
+        runs.append(_Run(part, data, held_out, own, place, processes).to_the_end(show))
+    if held_out:
+        learner.fit_on_validation(held_out.structures)
+    done = replace(runs[0], **{name: sum(getattr(run, name) for run in runs) for name in ("seconds", "passes")})
+    model.history = done.history(config)
+    return done
 
 
-def seconds_per_step(model: Method, train: Sequence[Atoms], config: FinetuneConfig, fabric: "Fabric") -> float:
-    """How long a step takes, the second one: the first pays for what happens once. The model stays as it is."""
-    part = copy.deepcopy(model.parts()[0])
-    some = subsample(train, 8 * config.batch)  # their errors are measured first, which takes long for many
-    run = _Run(part, some, [], replace(config, offsets=False), None, fabric)
+def seconds_per_step(model: Method, train: Sequence[Atoms], config: FinetuneConfig, processes: Processes) -> float:
+    """Time of the second step, since the first includes one-time costs. The model is not changed."""
+    part = copy.deepcopy(model.learner().parts()[0])
+    some = LabelledStructures(subsample(train, 8 * config.batch))  # measuring the errors of many takes long
+    run = _Run(part, some, None, replace(config, offsets=False), None, processes)
     part.train()
     run._train_step()
     began = time.perf_counter()
@@ -127,49 +144,66 @@ class _Run:
     def __init__(
         self,
         model: Method,
-        train: list[Atoms],
-        valid: list[Atoms],
+        train: LabelledStructures,
+        valid: LabelledStructures | None,
         config: FinetuneConfig,
         folder: Path | None,
-        fabric: "Fabric",
+        processes: Processes,
     ) -> None:
-        self.model, self.train, self.valid, self.config, self.fabric = model, train, valid, config, fabric
+        self.model, self.train, self.valid, self.config, self.processes = model, train, valid, config, processes
+        self.learner = model.learner()
         self.state_file = folder / STATE_FILE if folder else None
         self.steps = config.steps_for(len(train))
         self.rotate = not model.backbone.equivariant if config.rotate is None else config.rotate
-        model.to(fabric.device)
+        model.to(processes.device)
+        for data in filter(None, (train, valid)):
+            data.build_graphs(model.backbone)
         self.step, self.best, self.worse, self.log, self.spent = 0, math.inf, 0, list[dict[str, float]](), 0.0
         self.best_state: dict[str, Tensor] = {}
-        made_from = {"method": type(model).__name__, "origin": asdict(model.origin), "settings": model.settings()}
-        self.identity: dict[str, Any] = {"model": made_from, "config": asdict(config)}
-        self.identity |= {"train": fingerprint(train), "valid": fingerprint(valid)}
+        self.identity = self._identity()
         stored = read_state(self.state_file, self.identity) if self.state_file else None
-        stored = of_first(stored, fabric)  # others may have no access to its files
+        stored = processes.broadcast(stored)  # the others may have no access to its files
         if stored:
             self.offsets, self.scales, self.noise_rate = stored["offsets"], stored["scales"], stored["noise_rate"]
         else:
-            self.offsets, self.scales = prepare(model, train, config)
-            error = self.scales.get("forces", DEFAULT_ERROR)
-            start = self.model.usual_start if config.start is None else config.start
-            responses = self.model.responses(train) if start or config.noise_rate is None else []
-            self.noise_rate = float(
-                f"{config.noise_rate or self.model.rate_for_new(responses, error):.2g}"
-            )  # as printed
-            if start:
-                self.model.start_at_random(start * error, responses, balance=config.balance, seed=config.seed)
-                self._fit_energy_zero(curved=False)  # what training makes of the curvature, steps do not follow
-            if fabric.world_size > 1:  # sums on a GPU differ in their last digits, and rates are rounded
-                measured = of_first((self.offsets, self.scales, self.noise_rate), fabric)
-                self.offsets, self.scales, self.noise_rate = measured
-                model.load_state_dict(of_first({name: x.cpu() for name, x in model.state_dict().items()}, fabric))
-        self.objective = Objective(model, config, self.scales, fabric)
-        self.optimiser = Optimiser(self._rates(), config, steps=self.steps)
+            self._prepare()
+        self.objective = Objective(model, config, self.scales, processes)
+        self.optimiser = Optimiser(model, self._rates(), config, steps=self.steps)
         if stored:
             self._restore(stored)
 
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for a run to be resumed."""
+        model, train, valid = self.model, self.train, self.valid
+        made_from = {"method": type(model).__name__, "origin": asdict(model.origin), "settings": model.settings()}
+        return {
+            "model": made_from,
+            "config": asdict(self.config),
+            "train": fingerprint(train.structures, train.labels),
+            "valid": fingerprint(valid.structures, valid.labels) if valid else fingerprint([]),
+        }
+
+    def _prepare(self) -> None:
+        """Fit energy offsets, measure the errors, and initialise the parameters that the method added."""
+        self.offsets, self.scales = prepare(self.model, self.train, self.config)
+        how = Initialisation(
+            error=self.scales.get("forces", DEFAULT_ERROR),
+            start=self.config.start,
+            balance=self.config.balance,
+            rate=self.config.noise_rate,
+            learns_energy="energy" in self.scales,
+            seed=self.config.seed,
+        )
+        self.noise_rate = float(f"{self.learner.initialise(self.train.structures, how):.2g}")  # as printed
+        if self.processes.count > 1:  # sums on a GPU differ in their last digits
+            measured = (self.offsets, self.scales, self.noise_rate)
+            self.offsets, self.scales, self.noise_rate = self.processes.broadcast(measured)
+            state = {name: x.cpu() for name, x in self.model.state_dict().items()}
+            self.model.load_state_dict(self.processes.broadcast(state))
+
     def _rates(self) -> list[tuple[list[nn.Parameter], float]]:
-        """What is trained, and how fast."""
-        new, zero = self.model.new_parameters(), self.model.energy_parameters()
+        """The trained parameters and their learning rates."""
+        new, zero = self.learner.new_parameters(), self.learner.energy_parameters()
         ids = {id(parameter) for parameter in (*new, *zero)}
         own = [p for p in self.model.parameters() if id(p) not in ids and p.requires_grad]
         return [
@@ -186,7 +220,7 @@ class _Run:
         }
         if self.step:
             progress(self.step, self.steps, {})
-        # no gradients for what is not trained
+        # no gradients for parameters that are not trained
         trained = {id(parameter) for parameter in self.optimiser.parameters}
         frozen = [p for p in self.model.parameters() if p.requires_grad and id(p) not in trained]
         for parameter in frozen:
@@ -213,46 +247,37 @@ class _Run:
             for parameter in frozen:
                 parameter.requires_grad_()
         self._save()
-        if self.best_state:
-            self.model.load_state_dict(self.best_state)
-        else:
-            self.optimiser.put(self.optimiser.averaged)
-        validation = {name: value for name, value in self._best_line.items() if name.startswith("valid")}
-        # a parabola moves the mean of the samples, which offsets mend
-        if (self._fit_energy_zero(curved=self.config.offsets) | self._fit_offsets_again()) and self.valid:
-            validation = self.objective.scores(self.valid, zero_counts=True)
+        self.model.load_state_dict(self.best_state or self.optimiser.averaged.state_dict())
+        validation = self._fit_energies()
         epochs, begun = divmod(self.step, math.ceil(len(self.train) / self.config.batch))
         passes = (epochs * len(self.train) + begun * self.config.batch) * self.objective.passes
         return Finetuned(
             self.step, passes, validation, self.offsets, self.scales, self.noise_rate, self.log, self.spent
         )
 
-    def _fit_energy_zero(self, *, curved: bool) -> bool:
-        """Whether there was one to be fitted."""
-        fitted = "energy" in self.scales and bool(self.model.energy_parameters())
-        if fitted:
-            molecules = [atoms for atoms in self.train if len(atoms) > 1] or self.train  # no isolated atoms
-            self.model.fit_energy_zero(subsample(molecules, STRUCTURES_FOR_ZERO), curved=curved)
-        return fitted
+    def _fit_energies(self) -> dict[str, float]:
+        """Fit the energy offsets of samples and elements to the kept weights; gives their validation scores."""
+        best = next((line for line in self.log if line.get("valid") == self.best), {})
+        validation = {name: value for name, value in best.items() if name.startswith("valid")}
+        if "energy" not in self.scales:
+            return validation
+        # the curvature moves the mean of the samples, which fitting offsets corrects
+        fitted = self.learner.fit_energy_zero(self.train.structures, curved=self.config.offsets)
+        if self.config.offsets:
+            self._fit_offsets_again()
+        changed = fitted or self.config.offsets
+        return self._scores(self.model, zero_counts=True) if changed and self.valid else validation
 
-    def _fit_offsets_again(self) -> bool:
-        """The steps move all energies together by more than they differ from the labels. Whether there were any."""
-        if not (self.config.offsets and "energy" in self.scales):
-            return False
-        labelled = [atoms for atoms in self.train if bool(labels([atoms]).energy.isfinite())]
+    def _fit_offsets_again(self) -> None:
+        """Training shifts all energies together by more than they differ from the labels."""
+        labelled = [self.train.structures[i] for i in self.train.labels.energy.isfinite().nonzero().flatten().tolist()]
         some = subsample(labelled, STRUCTURES_FOR_OFFSETS)
         count = self.model.fixed_samples or SAMPLES_FOR_OFFSETS
         _, mean = self.model.sample_with_mean(some, samples=count, seed=SEED_OF_FIT, chunk_atoms=FIXED_ATOMS)
-        # one number for all elements: of a rare one these structures tell too little
+        # one number for all elements: these structures say too little about a rare one
         moved = float(((labels(some).energy - mean.energy.double()) / mean.atoms_per_system).mean())
         self.model.backbone.shift_all(moved)
         self.offsets = {number: offset + moved for number, offset in self.offsets.items()}
-        return True
-
-    @property
-    def _best_line(self) -> dict[str, float]:
-        """The line of the log about the weights that were kept."""
-        return next((line for line in self.log if line.get("valid") == self.best), {})
 
     @property
     def _out_of_patience(self) -> bool:
@@ -263,49 +288,60 @@ class _Run:
         per_epoch = math.ceil(size / config.batch)
         epoch, place = divmod(self.step, per_epoch)
         order = np.random.default_rng([config.seed, 1, epoch]).permutation(size)
-        chosen = [self.train[i] for i in order[place * config.batch : (place + 1) * config.batch]]
+        chosen = order[place * config.batch : (place + 1) * config.batch].tolist()
         random = np.random.default_rng([config.seed, 2, self.step])
+        data = self.train
         if self.rotate:
-            chosen = [rotated(atoms, random_rotation(random)) for atoms in chosen]
-        # every process draws for the whole batch and takes its part, so their number changes nothing
+            data = data.rotated(chosen, [random_rotation(random) for _ in chosen])
+            chosen = list(range(len(chosen)))
+        # every process draws for the whole batch and takes its share, so results do not depend on their number
         generator = torch.Generator().manual_seed(int(random.integers(2**62)))
         draws = self.objective.draw(len(chosen), generator)
-        own = slice(self.fabric.global_rank, None, self.fabric.world_size)
+        share, whole = chosen[self.processes.share], data.labels_of(chosen)
         self.optimiser.zero_gradients()
         loss = None
-        if chosen[own]:
-            graph = self.model.backbone.graph(chosen[own])
-            part = draws[:, own] if draws.dim() > 1 else draws
+        if share:
+            batch = data.batch(self.model.backbone, share)
+            part = draws[:, self.processes.share] if draws.dim() > 1 else draws
             try:
-                objective = partial(self.objective.loss, chosen[own], chosen)
-                loss = losses.backpropagate(partial(self.model, graph), part, objective, chunk=self.objective.chunk)
+                objective = partial(self.objective.loss, batch.labels, whole)
+                loss = losses.backpropagate(
+                    partial(self.model, batch.graph), part, objective, chunk=self.objective.chunk
+                )
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
                 raise MemoryError(
-                    f"a step of {len(graph.rows['node'])} atoms with {config.samples} samples each does not fit into "
-                    "memory; take fewer samples at once with --chunk 1, or fewer structures with --batch"
+                    f"a step of {len(batch.graph.rows['node'])} atoms with {config.samples} samples each does not fit "
+                    "into memory; take fewer samples at once with chunk=1, or fewer structures with batch"
                 ) from error
         else:
-            self.objective.without_structures(chosen)
-        sum_gradients(self.optimiser.parameters, self.fabric)
+            self.objective.without_structures(whole)
+        self.processes.sum_gradients(self.optimiser.parameters)
         terms = self.objective.summed(loss)
         norm = self.optimiser.step(self.step)
-        latest = {f"train_{name}": value for name, value in terms.items()} | self.model.watched()
+        latest = {f"train_{name}": value for name, value in terms.items()} | self.learner.watched()
         return {"loss": self.objective.total(terms), **latest, "norm": norm}
+
+    def _scores(self, model: Method, *, zero_counts: bool) -> dict[str, float]:
+        assert self.valid is not None
+        share = list(range(len(self.valid)))[self.processes.share]
+        part = self.valid.labels_of(share) if share else None
+        return self.objective.scores(model, self.valid.structures, part, self.valid.labels, zero_counts=zero_counts)
 
     def _validate(self) -> dict[str, float]:
         """Score the averaged weights; keep them if none were better."""
-        with self.optimiser.with_averaged_weights():
-            scores = self.objective.scores(self.valid, zero_counts=not self.config.offsets)
-            self.worse = 0 if scores["valid"] < self.best else self.worse + 1
-            if scores["valid"] < self.best:
-                self.best = scores["valid"]
-                self.best_state = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        averaged = self.optimiser.averaged
+        assert isinstance(averaged, Method)
+        scores = self._scores(averaged, zero_counts=not self.config.offsets)
+        self.worse = 0 if scores["valid"] < self.best else self.worse + 1
+        if scores["valid"] < self.best:
+            self.best = scores["valid"]
+            self.best_state = {name: value.detach().clone() for name, value in averaged.state_dict().items()}
         return scores
 
     def _save(self) -> None:
-        if self.state_file is None or self.fabric.global_rank:
+        if self.state_file is None or self.processes.rank:
             return
         state = {
             "identity": self.identity,

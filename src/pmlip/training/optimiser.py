@@ -1,41 +1,52 @@
-"""The steps of a fine-tuning: AdamW with a rate for each group of parameters, and the running mean of the weights."""
+"""The steps of a fine-tuning: AdamW with a learning rate per group, and the running average of the weights."""
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from pmlip.training.config import FinetuneConfig
 
 
 class Optimiser:
-    """All that changes the weights; what is kept of a run is their running mean.
+    """Everything that changes the weights of a model; a run keeps their running average.
 
-    rates: parameters and the largest learning rate they will have.
+    rates: groups of parameters, each with its largest learning rate.
     """
 
     def __init__(
-        self, rates: Sequence[tuple[Sequence[nn.Parameter], float]], config: FinetuneConfig, *, steps: int
+        self,
+        model: nn.Module,
+        rates: Sequence[tuple[Sequence[nn.Parameter], float]],
+        config: FinetuneConfig,
+        *,
+        steps: int,
     ) -> None:
         self.config, self.steps = config, steps
         self.parameters = [parameter for parameters, _ in rates for parameter in parameters]
         if not self.parameters:
             raise ValueError("there is nothing to train: the backbone is frozen, and this method adds no parameters")
-        self.averaged = [parameter.detach().clone() for parameter in self.parameters]
+        self.model = model
+        self._average = AveragedModel(model, multi_avg_fn=self._average_weights)
         groups = [{"params": parameters, "lr": rate, "rate": rate} for parameters, rate in rates if parameters]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, config.second_moment), weight_decay=0.0)
+
+    @property
+    def averaged(self) -> nn.Module:
+        """The model with the running average of the weights."""
+        return self._average.module
 
     def zero_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
 
     def step(self, number: int) -> float:
-        """Take step `number` of a run, counted from 0, down the gradients; the norm these had before it was clipped.
+        """Take step `number` of a run, counted from 0; gives the norm of the gradient before clipping.
 
-        With gradients that are no numbers no step is taken: the weights are still those with which a run can go on.
+        A gradient that is not finite raises an error before any weight changes, so that a run can be resumed.
         """
         norm = float(nn.utils.clip_grad_norm_(self.parameters, self.config.clip))
         if not math.isfinite(norm):
@@ -46,38 +57,26 @@ class Optimiser:
         for group in self.optimizer.param_groups:
             group["lr"] = self._share_of_rate(number) * group["rate"]
         self.optimizer.step()
-        # early on the mean is over few steps, so that the start is soon forgotten
-        share = 1 - min(self.config.average, (number + 1) / (number + 10))
-        torch._foreach_lerp_(self.averaged, [parameter.detach() for parameter in self.parameters], share)
+        self._average.update_parameters(self.model)
         return norm
 
+    def _average_weights(self, averaged: Sequence[Tensor], current: Sequence[Tensor], steps: Tensor | int) -> None:
+        """Exponential average; over few steps at first, so that it soon forgets the initial weights."""
+        share = 1 - min(self.config.average, (int(steps) + 1) / (int(steps) + 10))
+        torch._foreach_lerp_(list(averaged), list(current), share)
+
     def _share_of_rate(self, number: int) -> float:
-        """Rates rise, then fall as a cosine."""
+        """Linear warm-up, then a cosine down to `last_rate`."""
         rising = max(1, round(self.config.warm_up * self.steps))
         if number < rising:
             return (number + 1) / rising
         fallen = 0.5 * (1 - math.cos(math.pi * (number - rising) / max(1, self.steps - rising)))
         return 1 - (1 - self.config.last_rate) * fallen
 
-    @contextlib.contextmanager
-    def with_averaged_weights(self) -> Iterator[None]:
-        """The running mean in place of the weights inside."""
-        current = [parameter.detach().clone() for parameter in self.parameters]
-        self.put(self.averaged)
-        try:
-            yield
-        finally:
-            self.put(current)
-
-    @torch.no_grad()
-    def put(self, values: Sequence[Tensor]) -> None:
-        for parameter, value in zip(self.parameters, values, strict=True):
-            parameter.copy_(value)
-
     def state(self) -> dict[str, Any]:
-        """What it takes to go on, besides the weights."""
-        return {"averaged": self.averaged, "optimizer": self.optimizer.state_dict()}
+        """The state to resume from, besides the weights."""
+        return {"averaged": self._average.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def restore(self, stored: dict[str, Any]) -> None:
-        self.averaged = [value.to(mean.device) for value, mean in zip(stored["averaged"], self.averaged, strict=True)]
+        self._average.load_state_dict(stored["averaged"])
         self.optimizer.load_state_dict(stored["optimizer"])

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from pmlip.atomic_files import atomic_write
+from pmlip.checkpoint import RUN_FORMAT
 
-FORMAT = "pmlip-run"
-VERSION = 4  # of what a state holds, and of the settings there are
+VERSION = 5  # of what a state holds, and of the settings there are
 
 
 STATE_FILE = "last.pt"
@@ -38,7 +38,7 @@ def write_state(file: Path, state: Mapping[str, Any]) -> None:
     """Write the state, and beside it the run's log as JSON lines."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(file) as opened:
-        torch.save({"format": FORMAT, "version": VERSION, **state}, opened)
+        torch.save({"format": RUN_FORMAT, "version": VERSION, **state}, opened)
     with atomic_write(file.with_name("log.jsonl")) as opened:
         opened.writelines(json.dumps(line).encode() + b"\n" for line in state["log"])
 

@@ -13,13 +13,12 @@ from ase import Atoms
 from rich.console import Console
 
 from pmlip import methods
+from pmlip.atomic_files import write_json
 from pmlip.backbones import load_backbone
 from pmlip.errors import did_you_mean
 from pmlip.evaluation import Evaluation, compare, evaluate, rank_together
 from pmlip.loading import load
 from pmlip.methods import Method
-from pmlip.methods.ensemble import Ensemble
-from pmlip.methods.p_ensemble import PEnsemble
 from pmlip.noise.draws import SEED_OF_FIT
 from pmlip.provenance import environment
 from pmlip.spread_fit import best_factor
@@ -31,9 +30,6 @@ from pmlip_bench.runner import Cell, check_settings, read_cells, run_cells, run_
 from pmlip_bench.silica.data import SilicaSettings, Splits, check_files, splits, stem, without_folder
 from pmlip_bench.silica.tables import figure, summary, table
 from pmlip_bench.silica.variants import FORMERLY, VARIANTS, Variant
-
-ENSEMBLES = {"ensemble": Ensemble, "p-ensemble": PEnsemble}
-MADE_OF = {"constant": "deterministic", "force-scaled": "deterministic", "ensemble": "deterministic", "p-ensemble": "p"}
 
 
 def run(
@@ -105,10 +101,11 @@ def _method(cell: Cell) -> str:
 def made_of(cell: Cell) -> list[Cell]:
     """The fine-tunings of another method that a cell is made of, where it needs none of its own."""
     name = _method(cell)
-    if name not in MADE_OF:
+    built = None if "+" in name else methods.built_from(name)
+    if built is None:
         return []
-    part = replace(cell, method=cell.method.removesuffix(name) + MADE_OF[name])
-    if name not in ENSEMBLES:
+    part = replace(cell, method=cell.method.removesuffix(name) + built.method)
+    if not built.several:
         return [part]
     first = cell.seed - cell.seed % 4  # as in the paper: of four seeds all but its own
     return [replace(part, seed=seed) for seed in range(first, first + 4) if seed != cell.seed]
@@ -147,11 +144,11 @@ def work(cell: Cell, *, settings: SilicaSettings, folder: Path, device: str = "c
             if not _weights(part, folder).exists():
                 raise FileNotFoundError(f"{cell.name} is made of {part.name}, which has not been fine-tuned")
         tuned = [_fine_tuned(part, data, settings, folder, device) for part in parts]
-        model = _put_together(_method(cell), tuned, data)
-        training = _summed([part.record["training"] for part in tuned])
+        model = methods.build(_method(cell), tuned, data.valid)
+        training = _summed([_training(part) for part in tuned])
     else:
         model = _fine_tuned(cell, data, settings, folder, device)
-        training = model.record["training"]
+        training = _training(model)
     factor, energy_factor = _spread_factors(model, data.valid, settings)
     as_trained = evaluate(model, data.test, samples=settings.test_samples)
     inside = as_trained.scaled(factor, energy=energy_factor)
@@ -191,7 +188,7 @@ def _spread_factors(model: Method, valid: Sequence[Atoms], settings: SilicaSetti
 
     1 for the Gaussians, which are fitted to them already, and for ensembles, whose samples are too few to tell.
     """
-    if model.fixed_samples is not None or model.needs_validation:
+    if model.fixed_samples is not None or model.learner().needs_validation:
         return 1.0, 1.0
     # of a seed of their own: what is chosen by some samples must not be tested by the same
     drawn, target = model.sample(valid, samples=settings.test_samples, seed=SEED_OF_FIT), labels(valid)
@@ -203,43 +200,38 @@ def _spread_factors(model: Method, valid: Sequence[Atoms], settings: SilicaSetti
 
 
 def _fine_tuned(cell: Cell, data: Splits, settings: SilicaSettings, folder: Path, device: str) -> Method:
-    """The method of a cell, fine-tuned; its record tells the cost. Kept in a file, for others that are made of it."""
+    """The fine-tuned method of a cell. Its weights are kept, with its settings beside them, for cells built from it."""
     file = _weights(cell, folder)
+    note = file.with_suffix(".json")
     described = _described(settings, cell, data.hash)
     backbone = load_backbone(settings.backbone, weights=settings.weights, trust=settings.trust, device=device)
-    if file.exists():
+    if file.exists() and note.exists() and json.loads(note.read_text()) == described:
         stored: Method = load(file, backbone=backbone, device=device)
-        if stored.record["settings"] == described:
-            return stored
-    torch.manual_seed(cell.seed)  # of what a method adds to the backbone
+        return stored
+    torch.manual_seed(cell.seed)  # for the parameters that a method adds to the backbone
     model = methods.make(_method(cell).partition("+")[0], backbone, **_variant(cell).options)
     config = replace(_config(settings, cell), seed=cell.seed)
     unfinished = file.with_suffix("")
-    done = finetune(model, data.train, valid=data.valid, config=config, folder=unfinished)
-    model.record = {
-        "training": {
-            "steps": done.steps,
-            "structures": done.steps * config.batch,
-            "passes": done.passes,
-            "seconds": round(done.seconds, 1),
-            "error_before": done.scales,
-            "noise_rate": done.noise_rate,
-            "validation_curve": [line for line in done.log if "valid" in line],
-        },
-        "settings": described,
-    }
+    finetune(model, data.train, valid=data.valid, config=config, folder=unfinished)
     model.save(file)
+    write_json(note, described)
     shutil.rmtree(unfinished)
     return model
 
 
-def _put_together(name: str, parts: Sequence[Method], data: Splits) -> Method:
-    """A method without training of its own, from potentials that are fine-tuned."""
-    if name in ENSEMBLES:
-        return ENSEMBLES[name].of(parts)
-    model = methods.make(name, parts[0].backbone)
-    model.finish(data.valid)
-    return model
+def _training(model: Method) -> dict[str, Any]:
+    """What a fine-tuning cost, and its validation curve."""
+    history = model.history
+    assert history is not None
+    return {
+        "steps": history.steps,
+        "structures": history.steps * history.config["batch"],
+        "passes": history.passes,
+        "seconds": history.seconds,
+        "error_before": dict(history.error_before),
+        "noise_rate": history.noise_rate,
+        "validation_curve": list(history.validation_curve),
+    }
 
 
 def _summed(costs: Sequence[dict[str, Any]]) -> dict[str, Any]:

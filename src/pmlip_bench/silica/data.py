@@ -11,7 +11,7 @@ from ase import Atoms
 from pmlip import datasets
 from pmlip.backbones import Backbone
 from pmlip.structures.atoms import in_file
-from pmlip.structures.labels import fingerprint, require_labels
+from pmlip.structures.labels import fingerprint, labels, require_labels
 from pmlip.training.config import FinetuneConfig
 
 SHIPPED = "silica-pbe"
@@ -89,7 +89,7 @@ class Splits:
 
     @cached_property
     def hash(self) -> str:
-        return fingerprint(self.everything)[:16]
+        return fingerprint(self.everything, labels(self.everything))[:16]
 
 
 def splits(size: int, settings: SilicaSettings) -> Splits:

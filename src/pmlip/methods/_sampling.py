@@ -1,0 +1,88 @@
+"""Running a method on structures, as many (structure, sample) pairs at once as pays."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from ase import Atoms
+from torch import Tensor, nn
+
+from pmlip.backbones.base import Backbone, Graph
+from pmlip.methods._chunks import ChunkSize, run_in_chunks
+from pmlip.structures.atoms import StructureError, system_index
+
+ATOMS_IN_A_PASS = 128  # where noise is drawn per batch row
+
+
+def run(
+    model: nn.Module,
+    backbone: Backbone,
+    structures: list[Atoms],
+    draws: Tensor | None,
+    *,
+    row_noise: bool,
+    chunk_atoms: int | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Tensor]:
+    """Outputs (sample, system or atom, ...) of every structure with every draw; None: without noise.
+
+    row_noise: whether the noise is drawn per batch row.
+    """
+    if chunk_atoms is not None and chunk_atoms < 1:
+        raise ValueError(f"a chunk must hold at least 1 atom, got chunk_atoms={chunk_atoms}")
+    noise = torch.zeros(1) if draws is None else draws
+    if chunk_atoms is not None:
+        chunk = ChunkSize(chunk_atoms, settled=True)
+    elif row_noise:
+        # the structures that share a pass decide the noise, so their number must not depend on the machine's speed
+        chunk = ChunkSize(ATOMS_IN_A_PASS * len(noise), settled=True)
+    else:
+        known: dict[torch.device, ChunkSize] = model.__dict__.setdefault("_chunks", {})
+        chunk = known.setdefault(next(model.parameters()).device, ChunkSize())
+
+    def build(start: int, stop: int) -> tuple[int, Graph]:
+        try:
+            return start, backbone.graph(structures[start:stop])
+        except StructureError as error:
+            raise error.after(start) from None
+
+    def forward(group: tuple[int, Graph], piece: Tensor) -> dict[str, Tensor]:
+        start, graph = group
+        # noise per row must differ between groups of structures, which otherwise have the same rows
+        own = None if draws is None else piece + start if row_noise else piece
+        return {name: value.cpu() for name, value in model(graph, own).items()}
+
+    with evaluating(model), torch.no_grad():
+        outputs = run_in_chunks(
+            build, forward, sizes=[len(atoms) for atoms in structures], noise=noise, chunk=chunk, progress=progress
+        )
+    _refuse_non_finite(outputs, structures)
+    return outputs
+
+
+def _refuse_non_finite(outputs: Mapping[str, Tensor], structures: list[Atoms]) -> None:
+    # the stress of a structure without a cell is NaN by definition
+    system = system_index(structures)
+    for name, where in (("energy", torch.arange(len(structures))), ("forces", system)):
+        bad = (~outputs[name].isfinite()).nonzero()
+        if len(bad):
+            sample, row = bad[0][:2].tolist()
+            index = int(where[row])
+            raise StructureError(
+                structures[index],
+                index,
+                f"the predicted {name} of sample {sample} is NaN or infinite; are atoms on top of each other, or did "
+                "the training diverge?",
+            )
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside the block; restores the mode of every submodule afterwards."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
