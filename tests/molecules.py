@@ -7,6 +7,7 @@ from ase.calculators.singlepoint import SinglePointCalculator
 
 import pmlip
 from conftest import randomise_noise
+from pmlip.provenance import Calibration
 from pmlip.training.config import FinetuneConfig
 from tiny import tiny_backbone
 
@@ -43,3 +44,17 @@ def assert_same(a, b, **tolerance):
 
 
 WATER = Atoms("OH2", [[0, 0, 0], [0, 0.76, 0.59], [0, -0.76, 0.59]])
+
+
+def calibration(*, conformal, samples, level=0.95, data=None):
+    """How a spread was scaled, with intervals of this factor for this number of samples."""
+    return Calibration(
+        factor=1.0,
+        crps=(0.1, 0.1),
+        ssr=(1.0, 1.0),
+        level=level,
+        conformal=conformal,
+        structures=20,
+        samples=samples,
+        data=data,
+    )

@@ -14,7 +14,7 @@ from ase.optimize import BFGS, FIRE
 
 import pmlip
 from conftest import randomise_noise
-from molecules import WATER
+from molecules import WATER, calibration
 from pmlip import methods
 from pmlip.calculator import PMLIPCalculator, Recorder
 from pmlip.structures.annotations import SPREADS_PER_ATOM, SPREADS_PER_STRUCTURE
@@ -121,12 +121,12 @@ def test_ensembles_have_members_and_row_noise_has_none():
         ensemble.member(3)
     blip = water(methods.make("blip", tiny_backbone()))
     assert blip.get_forces().shape == (3, 3)
-    with pytest.raises(ValueError, match="a sample of BLIP is no potential"):
+    with pytest.raises(ValueError, match="samples of blip cannot be exported: their noise is drawn per batch row"):
         blip.calc.members()
 
 
 def test_an_interval_is_given_only_where_its_promise_holds(model):
-    model.record["calibration"] = {"conformal": 2.5, "samples": 5}
+    model.calibration = calibration(conformal=2.5, samples=5)
 
     def names(**options):
         atoms = water(model, **options)
@@ -138,18 +138,18 @@ def test_an_interval_is_given_only_where_its_promise_holds(model):
 
 
 def test_the_uncertainties_of_another_model_do_not_stay(model):
-    model.record["calibration"] = {"conformal": 2.5}
+    model.calibration = calibration(conformal=2.5, samples=2)
     atoms = water(model)
     annotated = atoms.calc.annotate(atoms)
     assert "forces_interval" in annotated.arrays
-    del model.record["calibration"]
+    model.calibration = None
     annotated.calc = PMLIPCalculator(model, samples=5)
     assert "forces_interval" not in annotated.calc.annotate(annotated).arrays
 
 
 @pytest.mark.parametrize("form", ["extxyz", "traj", "db"])
 def test_uncertainties_survive_the_file(model, tmp_path, form):
-    model.record["calibration"] = {"conformal": 2.5}
+    model.calibration = calibration(conformal=2.5, samples=2)
     atoms, path = water(model), tmp_path / f"md.{form}"
     record = Recorder(atoms, path)
     for _ in range(2):

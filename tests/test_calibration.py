@@ -107,34 +107,34 @@ def test_a_calibration_that_is_refused_leaves_the_last_one():
     model = randomise_noise(pmlip.perturb(tiny_backbone()), scale=0.1)
     structures = labelled_by_its_own_samples(model, 25)
     calibrate(model, structures, level=0.9)
-    record = model.record["calibration"]
+    record = model.calibration
     with pytest.raises(ValueError, match="at least 3 samples are needed, got samples=2"):
         calibrate(model, structures, samples=2)
     crystal = Atoms("Cu", cell=[2.5, 2.5, 2.5], pbc=True)
     crystal.calc = SinglePointCalculator(crystal, energy=-3.0, forces=np.zeros((1, 3)))
     with pytest.raises(ValueError, match="symmetry fixes all forces"):
         calibrate(model, [crystal])
-    assert model.record["calibration"] == record
+    assert model.calibration == record
 
 
 def test_the_record_of_a_calibration_goes_when_the_spread_changes():
     model = randomise_noise(pmlip.perturb(tiny_backbone()), scale=0.1)
     structures = labelled_by_its_own_samples(model, 25)
     found = calibrate(model, structures, level=0.9)
-    assert model.conformal_for(16) == found.conformal > 0
-    assert model.conformal_for(15) is None  # noisier than what it was fitted to
+    assert model.calibration.conformal_for(16) == found.conformal > 0
+    assert model.calibration.conformal_for(15) is None  # noisier than the spread it was fitted to
     model.scale_spread(2.0)
-    assert model.conformal_for(16) is None
+    assert model.calibration is None
     calibrate(model, structures, level=0.9)
     finetune(model, structures[:4], config=FinetuneConfig(epochs=1, samples=2, offsets=False))
-    assert model.conformal_for(16) is None
+    assert model.calibration is None
 
 
 @pytest.mark.parametrize("name", ["p", "p-ensemble"])
 def test_the_mean_of_the_energies_stays_where_it_was(name):
     """The response of energies to noise is curved, so that a smaller noise would move them all."""
     model = methods.make(name, tiny_backbone())
-    for number, part in enumerate(model.parts()):
+    for number, part in enumerate(model.learner().parts()):
         randomise_noise(part, scale=0.3, seed=number)
     structures = labelled_by_its_own_samples(model, 20)
     model.scale_spread(2.0)
@@ -156,7 +156,7 @@ def test_what_cannot_be_calibrated_is_refused():
     with pytest.raises(ValueError, match=r"structure 1 .*carries no forces"):
         calibrate(model, structures)
     blip = methods.make("blip", tiny_backbone())
-    with pytest.raises(ValueError, match="the spread of BLIP cannot be scaled after training"):
+    with pytest.raises(ValueError, match="the spread of blip cannot be scaled after training"):
         calibrate(blip, structures[:1])
     crystal = Atoms("Cu", cell=[2.5, 2.5, 2.5], pbc=True)
     crystal.calc = SinglePointCalculator(crystal, energy=-3.0, forces=np.zeros((1, 3)))

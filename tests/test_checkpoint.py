@@ -101,12 +101,12 @@ def test_potentials_of_older_formats_have_a_straight_zero_of_their_energies(name
     assert len(older) < len(content["state"])
     change(tmp_path / "model.pt", version=1, state=older)
     loaded = pmlip.load(tmp_path / "model.pt", backbone=tiny_backbone())
-    assert not any(part.energy_curvature.any() or part.energy_zero.any() for part in loaded.parts())
+    assert not any(part.energy_curvature.any() or part.energy_zero.any() for part in loaded.learner().parts())
 
 
 def test_a_newer_format_is_refused(file):
     change(file, version=checkpoint.FORMAT_VERSION + 1, versions={"pmlip": "9.0"})
-    with pytest.raises(pmlip.CheckpointError, match=r"written by pmlip 9.0; this one reads up to format 3"):
+    with pytest.raises(pmlip.CheckpointError, match=r"written by pmlip 9.0; this one reads up to format 4"):
         pmlip.load(file, backbone=network())
 
 
@@ -134,7 +134,7 @@ def test_envelopes_of_ones_own_must_be_given_again(tmp_path):
     for backbone, name in ((network(), "0"), (tiny_backbone(), "message.0")):
         sites = [pmlip.Site(name, envelope=nn.Identity())]
         pmlip.perturb(backbone, sites=sites).save(tmp_path / "model.pt")
-        with pytest.raises(pmlip.CheckpointError, match="envelopes of its own; pass sites="):
+        with pytest.raises(pmlip.CheckpointError, match="custom envelopes; pass sites="):
             pmlip.load(tmp_path / "model.pt", backbone=backbone)
         loaded = pmlip.load(tmp_path / "model.pt", backbone=backbone, sites=sites)
         assert loaded.sites[0].envelope is sites[0].envelope is not vanish_with_input

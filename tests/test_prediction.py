@@ -6,6 +6,7 @@ from ase.io import read, write
 
 import pmlip
 from conftest import randomise_noise
+from molecules import calibration
 from pmlip import methods, prediction
 from pmlip.prediction import count_structures, predict_file
 from tiny import tiny_backbone
@@ -88,10 +89,10 @@ def test_references_that_are_there_already_stay(model, tmp_path):
 
 def test_what_another_model_predicted_does_not_stay_and_is_no_reference(model, tmp_path):
     write(tmp_path / "in.extxyz", water(1))
-    model.record["calibration"] = {"conformal": 2.0}
+    model.calibration = calibration(conformal=2.0, samples=2)
     predict_file(model, tmp_path / "in.extxyz", tmp_path / "first.extxyz", samples=4)
     assert "forces_interval" in read(tmp_path / "first.extxyz").arrays
-    del model.record["calibration"]
+    model.calibration = None
     predict_file(model, tmp_path / "first.extxyz", tmp_path / "second.extxyz", samples=4)
     second = read(tmp_path / "second.extxyz")
     assert "forces_interval" not in second.arrays

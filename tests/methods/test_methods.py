@@ -178,7 +178,7 @@ def test_an_ensemble_of_trained_models_owns_copies_of_them():
 
 def test_an_ensemble_that_was_not_trained_has_no_spread():
     with pytest.raises(ValueError, match="was never trained"):
-        methods.make("ensemble", tiny_backbone()).check_spread()
+        methods.make("ensemble", tiny_backbone()).spread_samples(3)
 
 
 def test_ensembles_of_two_seeds_share_no_member():

@@ -46,10 +46,13 @@ def test_a_stress_without_a_cell_is_no_label():
     bare.calc = SinglePointCalculator(bare, **atoms.calc.results)
     assert labels(atoms).stress.isfinite().all()
     assert labels(bare).stress.isnan().all()
-    check_labels([atoms, bare], ["energy", "forces", "stress"], missing=False)  # and none is asked for
+    check_labels(
+        [atoms, bare], labels([atoms, bare]), ["energy", "forces", "stress"], missing=False
+    )  # and none is asked for
     del atoms.calc.results["stress"]
+    both = [labelled(forces=np.ones((2, 3)), stress=np.zeros(6)), atoms]
     with pytest.raises(StructureError, match=r"structure 1 .*carries no stress, and 1 of 2"):
-        check_labels([labelled(forces=np.ones((2, 3)), stress=np.zeros(6)), atoms], ["stress"], missing=False)
+        check_labels(both, labels(both), ["stress"], missing=False)
 
 
 def test_stress_may_be_a_full_matrix():

@@ -4,20 +4,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lightning_fabric import Fabric
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from molecules import CONFIG, assert_same, model, molecules
 from pmlip.samples import mean_per_system
 from pmlip.structures.labels import labels
 from pmlip.training.baseline import prepare
+from pmlip.training.batches import LabelledStructures
+from pmlip.training.distributed import Processes
 from pmlip.training.finetuning import finetune
 from pmlip.training.objective import Objective
 from pmlip_bench.silica.variants import AS_IN_THE_PAPER
 
 
 def objective(trained, config, scales):
-    return Objective(trained, config, scales, Fabric(accelerator="cpu", devices=1))
+    return Objective(trained, config, scales, Processes())
 
 
 def gradients(config):
@@ -52,7 +53,7 @@ def test_predictions_without_noise_are_learned_beside_those_of_samples(label):
         missed = missed / target.atoms_per_system
     else:
         missed = mean_per_system(missed, target.system, target.systems)
-    before = prepare(model(), data, config)[1][label]  # the unit of the errors
+    before = prepare(model(), LabelledStructures(data), config)[1][label]  # the unit of the errors
     (2.0 * config.weights[label] / before * missed.mean()).backward()
     for name, parameter in trained.named_parameters():
         expected = 0 if parameter.grad is None else parameter.grad
@@ -99,12 +100,13 @@ def test_the_zero_of_the_energies_counts_only_where_it_is_not_fitted_in_the_end(
     config = replace(CONFIG, offsets=offsets, common_energy=0.0, energy=1.0, batch=10)
     data, trained = molecules(), model()
     found = objective(trained, config, {"energy": 1.0, "forces": 1.0})
+    target = labels(data)
     draws = found.draw(len(data), torch.Generator().manual_seed(0))
     seen = []
     for shift in (0.0, 0.5):
         trained.backbone.shift_all(shift)
-        loss = found.loss(data, data, trained(trained.backbone.graph(data), draws))
-        scored = found.scores(data, zero_counts=not offsets)
+        loss = found.loss(target, target, trained(trained.backbone.graph(data), draws))
+        scored = found.scores(trained, data, target, target, zero_counts=not offsets)
         seen.append((float(loss.total.detach()), scored["valid"]))
     assert (seen[0] == pytest.approx(seen[1], rel=1e-9)) == offsets
 
@@ -113,6 +115,6 @@ def test_scores_of_a_process_without_structures_are_nothing():
     """Of two processes the second has none of one validation structure, and forces alone are learned."""
     found = objective(model(), CONFIG, {"forces": 1.0})
     assert (
-        found._score(found.weights, [], labels(molecules(1)), {}, torch.zeros(4, 0), fairness=1.0, common=1.0).total
+        found._score(found.weights, None, labels(molecules(1)), {}, torch.zeros(4, 0), fairness=1.0, common=1.0).total
         == 0
     )

@@ -60,6 +60,30 @@ class Potential(Perturbed, Method):
         z = functional.linear(noise.to(self.noise.w_z), self.noise.w_z)
         return (z @ self.energy_zero + 0.5 * (z @ self.energy_curvature * z).sum(-1)).double()
 
+    def fit_energy_zero(self, structures: Sequence[Atoms], *, curved: bool = True) -> None:
+        """Subtract from the samples' energies the part that structures share and that is linear (or quadratic) in z."""
+        graphs = [(self.backbone.graph([atoms]), len(atoms)) for atoms in structures]
+
+        def gradient(e: Tensor) -> Tensor:
+            """Gradient of the mean energy per atom, (sample, noise), in passes no larger than a training step."""
+            e = e.to(self.noise.w_z)
+            sums = torch.zeros_like(e)
+            for graph, atoms in graphs:
+                for own, total in zip(*(x.split(max(1, ATOMS_IN_A_GRADIENT // atoms)) for x in (e, sums)), strict=True):
+                    leaf = own.clone().requires_grad_()
+                    with torch.enable_grad():
+                        energy = self(graph, leaf)["energy"].sum() / atoms
+                    total += torch.autograd.grad(energy, leaf)[0]
+            return sums.double() / len(graphs)
+
+        slope = _energy_zero.fit_slope(gradient, self.noise.dim)
+        curvature = _energy_zero.fit_curvature(gradient, self.noise.dim).to(slope) if curved else None
+        with torch.no_grad():
+            to_z = torch.linalg.inv(self.noise.w_z.double())
+            self.energy_zero.sub_((slope @ to_z).to(self.energy_zero))
+            if curvature is not None:
+                self.energy_curvature.sub_((to_z.T @ curvature @ to_z).to(self.energy_curvature))
+
     def learner(self) -> "PotentialLearner":
         return PotentialLearner(self)
 
@@ -147,31 +171,8 @@ class PotentialLearner(Learner):
         return rate
 
     def fit_energy_zero(self, structures: Sequence[Atoms], *, curved: bool) -> bool:
-        """Subtract from the samples' energies the part that structures share and that is linear (or quadratic) in z."""
-        model = self.model
         molecules = [atoms for atoms in structures if len(atoms) > 1] or structures  # no isolated atoms
-        some = subsample(molecules, STRUCTURES_FOR_ZERO)
-        graphs = [(model.backbone.graph([atoms]), len(atoms)) for atoms in some]
-
-        def gradient(e: Tensor) -> Tensor:
-            """Gradient of the mean energy per atom, (sample, noise), in passes no larger than a training step."""
-            e = e.to(model.noise.w_z)
-            sums = torch.zeros_like(e)
-            for graph, atoms in graphs:
-                for own, total in zip(*(x.split(max(1, ATOMS_IN_A_GRADIENT // atoms)) for x in (e, sums)), strict=True):
-                    leaf = own.clone().requires_grad_()
-                    with torch.enable_grad():
-                        energy = model(graph, leaf)["energy"].sum() / atoms
-                    total += torch.autograd.grad(energy, leaf)[0]
-            return sums.double() / len(graphs)
-
-        slope = _energy_zero.fit_slope(gradient, model.noise.dim)
-        curvature = _energy_zero.fit_curvature(gradient, model.noise.dim).to(slope) if curved else None
-        with torch.no_grad():
-            to_z = torch.linalg.inv(model.noise.w_z.double())
-            model.energy_zero.sub_((slope @ to_z).to(model.energy_zero))
-            if curvature is not None:
-                model.energy_curvature.sub_((to_z.T @ curvature @ to_z).to(model.energy_curvature))
+        self.model.fit_energy_zero(subsample(molecules, STRUCTURES_FOR_ZERO), curved=curved)
         return True
 
 
