@@ -1,4 +1,4 @@
-"""Files that pmlip wrote before its modules were regrouped: one of each method, and a folded model, which is a pickle."""
+"""Files written before the modules were regrouped: one of each method, and a folded model, which is a pickle."""
 
 from pathlib import Path
 
