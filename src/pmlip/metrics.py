@@ -56,11 +56,17 @@ def z_mean_square(mean: Array, spread: Array, target: Array, samples: float) -> 
     return float((z_scores(mean, spread, target, samples) ** 2).mean())
 
 
-def coverage(mean: Array, spread: Array, target: Array, samples: float, *, level: float = 0.95) -> float:
-    """The share of targets inside the central interval of probability `level`."""
+def covered(mean: Array, spread: Array, target: Array, samples: float, *, level: float = 0.95) -> np.ndarray:
+    """Whether each target lies inside its central interval of probability `level`."""
     if not 0 < level < 1:
         raise ValueError(f"the level of an interval lies between 0 and 1, got {level}")
-    return float((np.abs(z_scores(mean, spread, target, samples)) <= stats.norm.isf((1 - level) / 2)).mean())
+    inside: np.ndarray = np.abs(z_scores(mean, spread, target, samples)) <= stats.norm.isf((1 - level) / 2)
+    return inside
+
+
+def coverage(mean: Array, spread: Array, target: Array, samples: float, *, level: float = 0.95) -> float:
+    """The share of targets inside the central interval of probability `level`."""
+    return float(covered(mean, spread, target, samples, level=level).mean())
 
 
 def negative_log_likelihood(mean: Array, spread: Array, target: Array, samples: float) -> float:
@@ -159,10 +165,18 @@ def partial_spearman(a: Array, b: Array, given: Array) -> float:
 
 
 def effective_directions(samples: Array, system: Array) -> float:
-    """In how many directions samples (sample, atom, component) vary about their mean: of each system, averaged.
+    """Number of directions in which samples (sample, atom, component) vary, averaged over the systems that vary.
 
-    (sum of the variances along their principal axes)^2 / (sum of the squares of these): 1 if all samples lie on a line.
-    The widths of all atoms then come from one pattern, and are wrong wherever that pattern happens to be small.
+    NaN if no system varies. See `effective_directions_per_system`.
+    """
+    return mean_of_positive(effective_directions_per_system(samples, system))
+
+
+def effective_directions_per_system(samples: Array, system: Array) -> np.ndarray:
+    """Number of directions in which the samples of each system vary about their mean, (system,); 0 if they are equal.
+
+    (sum of the variances along the principal axes)^2 / (sum of their squares): 1 if all samples lie on a line. The
+    widths of all atoms then come from one pattern, and are wrong wherever that pattern happens to be small.
     """
     values, of = _array(samples), _array(system)
     around = values - values.mean(0)
@@ -170,9 +184,15 @@ def effective_directions(samples: Array, system: Array) -> float:
     for number in np.unique(of):
         part = around[:, of == number].reshape(len(around), -1)
         gram = part @ part.T
-        if np.trace(gram) > 0:
-            found.append(np.trace(gram) ** 2 / np.square(gram).sum())
-    return float(np.mean(found)) if found else math.nan
+        total = np.trace(gram)
+        found.append(total**2 / np.square(gram).sum() if total > 0 else 0.0)
+    return np.array(found)
+
+
+def mean_of_positive(values: np.ndarray) -> float:
+    """Mean of the values above zero; NaN if there are none."""
+    positive = values[values > 0]
+    return float(positive.mean()) if positive.size else math.nan
 
 
 def auroc(inside: Array, outside: Array) -> float:
