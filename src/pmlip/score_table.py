@@ -144,14 +144,7 @@ METRICS: tuple[Metric, ...] = (
             "energy": TableColumn("energy_mae_without_noise", "z = 0"),
         },
     ),
-    Metric(
-        name="rmse",
-        title="RMSE",
-        rows="entries",
-        columns=("error",),
-        function=_root_mean_square,
-        unit="output",
-    ),
+    Metric(name="rmse", title="RMSE", rows="entries", columns=("error",), function=_root_mean_square, unit="output"),
     Metric(
         name="crps",
         title="CRPS",
@@ -201,7 +194,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         name="spearman_structure_of_force",
-        title="|F| alone, structures",
+        title="Spearman of |F| alone, structures",
         rows="structures",
         columns=("error", "force"),
         function=metrics.spearman,
@@ -211,7 +204,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         name="spearman_structure_given_force",
-        title="beyond |F|, structures",
+        title="Spearman beyond |F|, structures",
         rows="structures",
         columns=("error", "spread", "force"),
         function=metrics.partial_spearman,
@@ -232,7 +225,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         name="spearman_atom_of_force",
-        title="|F| alone, atoms",
+        title="Spearman of |F| alone, atoms",
         rows="atoms",
         columns=("error", "force"),
         function=metrics.spearman,
@@ -243,7 +236,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         name="spearman_atom_given_force",
-        title="beyond |F|, atoms",
+        title="Spearman beyond |F|, atoms",
         rows="atoms",
         columns=("error", "spread", "force"),
         function=metrics.partial_spearman,
@@ -253,7 +246,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(  # each sample in turn as the label: errors scatter around any spread, so even the right one is below 1
         name="spearman_structure_at_best",
-        title="best possible, structures",
+        title="best possible Spearman, structures",
         rows="structures",
         columns=("swapped_error", "swapped_spread"),
         function=_mean_spearman,
@@ -280,9 +273,10 @@ class Comparison:
 
     name: str  # in JSON and in the files of the benchmarks
     title: str
+    short: str  # title in the tables of the benchmarks
     column: Literal["error", "spread", "force"]  # root mean square of each structure's forces
     function: Callable[[np.ndarray, np.ndarray], float]  # of the structures in and out of distribution
-    benchmark: TableColumn
+    digits: int = 2
 
 
 def _ratio(inside: np.ndarray, outside: np.ndarray) -> float:
@@ -291,39 +285,19 @@ def _ratio(inside: np.ndarray, outside: np.ndarray) -> float:
 
 COMPARISONS: tuple[Comparison, ...] = (
     Comparison(
-        name="auroc_spread",
-        title="AUROC of the spread",
-        column="spread",
-        function=metrics.auroc,
-        benchmark=TableColumn("auroc_spread", "AUROC"),
+        name="auroc_spread", title="AUROC of the spread", short="AUROC", column="spread", function=metrics.auroc
     ),
     Comparison(
-        name="auroc_force",
-        title="AUROC of |F|",
-        column="force",
-        function=metrics.auroc,
-        benchmark=TableColumn("auroc_force", "of the force"),
+        name="auroc_force", title="AUROC of |F| alone", short="of the force", column="force", function=metrics.auroc
     ),
     Comparison(
-        name="auroc_error",
-        title="AUROC of the error",
-        column="error",
-        function=metrics.auroc,
-        benchmark=TableColumn("auroc_error", "of the error"),
+        name="auroc_error", title="AUROC of the error", short="of the error", column="error", function=metrics.auroc
     ),
     Comparison(
-        name="spread_ratio",
-        title="spread ratio",
-        column="spread",
-        function=_ratio,
-        benchmark=TableColumn("spread_ratio", "spread, times", 1),
+        name="spread_ratio", title="spread ratio", short="spread, times", column="spread", function=_ratio, digits=1
     ),
     Comparison(
-        name="error_ratio",
-        title="error ratio",
-        column="error",
-        function=_ratio,
-        benchmark=TableColumn("error_ratio", "error, times", 1),
+        name="error_ratio", title="error ratio", short="error, times", column="error", function=_ratio, digits=1
     ),
 )
 
@@ -349,8 +323,8 @@ def benchmark_scores(scores: Mapping[str, Mapping[str, float]]) -> dict[str, flo
 
 
 def benchmark_columns() -> dict[str, tuple[TableColumn, float]]:
-    """Column and scale of every score of a benchmark's files, by name."""
-    scaled = [(column, one.unit_for(output).scale) for one in METRICS for output, column in one.benchmark.items()] + [
-        (comparison.benchmark, 1.0) for comparison in COMPARISONS
-    ]
-    return {column.name: (column, scale) for column, scale in scaled}
+    """Column and scale of every score in a benchmark's files, by name."""
+    found = {
+        column.name: (column, one.unit_for(output).scale) for one in METRICS for output, column in one.benchmark.items()
+    }
+    return found | {one.name: (TableColumn(one.name, one.short, one.digits), 1.0) for one in COMPARISONS}
