@@ -129,7 +129,7 @@ def test_the_report_shows_the_scores_of_the_evaluation(model):
         "SSR": f"{forces['ssr']:.2f}",
         "in 95 % interval": f"{100 * forces['coverage_95']:.0f} %",
         "Spearman, atoms": f"{forces['spearman_atom']:.2f}",
-        "Spearman of |F| alone, atoms": f"{forces['spearman_atom_of_force']:.2f}",
+        "|F| alone, atoms": f"{forces['spearman_atom_of_force']:.2f}",
         "energy: MAE, meV/atom": f"{1e3 * energy['mae_expected']:.3g}",
         "energy: SSR": f"{energy['ssr']:.2f}",
     }

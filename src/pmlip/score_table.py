@@ -41,7 +41,7 @@ class Metric:
     """One score of one output: a function of columns, and where it is shown."""
 
     name: str  # in `Evaluation.scores` and in JSON
-    title: str  # in tables
+    title: str  # in tables; `heading` adds the kind of rows
     rows: Literal["entries", "free_entries", "atoms", "structures"]  # of `Columns`
     columns: tuple[str, ...]  # arguments of the function: arrays with one row each
     function: Callable[..., float]  # NaN where the metric is not defined
@@ -51,6 +51,10 @@ class Metric:
     terminal: bool = True
     report: tuple[str, ...] = ()  # outputs whose value the report shows
     benchmark: Mapping[str, TableColumn] = field(default_factory=dict)  # output -> name in a benchmark's files
+
+    @property
+    def heading(self) -> str:
+        return f"{self.title}, {self.rows}" if self.rows in ("atoms", "structures") else self.title
 
     def value(self, columns: Columns) -> float:
         """NaN where the metric is not defined."""
@@ -184,7 +188,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         name="spearman_structure",
-        title="Spearman, structures",
+        title="Spearman",
         rows="structures",
         columns=("error", "spread"),
         function=metrics.spearman,
@@ -194,7 +198,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         name="spearman_structure_of_force",
-        title="Spearman of |F| alone, structures",
+        title="|F| alone",
         rows="structures",
         columns=("error", "force"),
         function=metrics.spearman,
@@ -204,7 +208,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         name="spearman_structure_given_force",
-        title="Spearman beyond |F|, structures",
+        title="beyond |F|",
         rows="structures",
         columns=("error", "spread", "force"),
         function=metrics.partial_spearman,
@@ -214,7 +218,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         name="spearman_atom",
-        title="Spearman, atoms",
+        title="Spearman",
         rows="atoms",
         columns=("error", "spread"),
         function=metrics.spearman,
@@ -225,7 +229,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         name="spearman_atom_of_force",
-        title="Spearman of |F| alone, atoms",
+        title="|F| alone",
         rows="atoms",
         columns=("error", "force"),
         function=metrics.spearman,
@@ -236,7 +240,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         name="spearman_atom_given_force",
-        title="Spearman beyond |F|, atoms",
+        title="beyond |F|",
         rows="atoms",
         columns=("error", "spread", "force"),
         function=metrics.partial_spearman,
@@ -246,7 +250,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(  # each sample in turn as the label: errors scatter around any spread, so even the right one is below 1
         name="spearman_structure_at_best",
-        title="best possible Spearman, structures",
+        title="best possible",
         rows="structures",
         columns=("swapped_error", "swapped_spread"),
         function=_mean_spearman,
@@ -256,7 +260,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         name="directions",
-        title="directions of the samples",
+        title="directions",
         rows="structures",
         columns=("directions",),
         function=metrics.mean_of_positive,

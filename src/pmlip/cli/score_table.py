@@ -14,18 +14,18 @@ def score_table_of(name: str, evaluation: Evaluation) -> Table:
     table = Table(title=f"{name}: {evaluation.structures} structures, K = {evaluation.samples}, {seconds}")
     shown = [metric for metric in score_table.METRICS if metric.terminal]
     columns = [metric for metric in shown if len(metric.outputs) > 1]
-    for title in ("", *(metric.title for metric in columns)):
+    for title in ("", *(metric.heading for metric in columns)):
         table.add_column(title, justify="right")
     for output, scores in evaluation.scores.items():
         cells = [metric.shown(scores[metric.name], output) if metric.name in scores else "" for metric in columns]
         table.add_row(f"{output}, {score_table.UNITS[output].name}", *cells)
-    below = []
+    below: dict[str, list[str]] = {}  # a line for each output and kind of rows
     for output, scores in evaluation.scores.items():
-        own = [metric for metric in shown if metric.outputs == (output,) and metric.name in scores]
-        if own:
-            values = (f"{metric.title} {metric.shown(scores[metric.name], output)}" for metric in own)
-            below.append(f"{output}: {'; '.join(values)}")
-    table.caption = "\n".join(below) or None
+        for metric in shown:
+            if metric.outputs == (output,) and metric.name in scores:
+                value = metric.shown(scores[metric.name], output)
+                below.setdefault(f"{output}, {metric.rows}", []).append(f"{metric.title} {value}")
+    table.caption = "\n".join(f"{kind}: {'; '.join(values)}" for kind, values in below.items()) or None
     return table
 
 

@@ -41,7 +41,7 @@ def score_row(entry: Entry) -> dict[str, Any]:
                 continue
             interval = metric.interval(entry.evaluation.columns[output])
             low, high = (metric.shown(end, output) if np.isfinite(end) else None for end in interval[1:])
-            title = metric.title if output == "forces" else f"{output}: {metric.title}"
+            title = metric.heading if output == "forces" else f"{output}: {metric.heading}"
             unit = f", {metric.unit_for(output).name}" if metric.unit == "output" else ""
             cells[title + unit] = (metric.shown(scores[output][metric.name], output), low, high)
     return {"model": entry.model, "data": entry.data, "size": _size(entry), "cells": cells}
