@@ -33,7 +33,7 @@ def predictive_sigma(spread: Array, samples: float) -> np.ndarray:
 
 
 def spread_skill_ratio(mean: Array, spread: Array, target: Array, samples: float) -> float:
-    """SSR = sqrt((K+1)/K) sqrt(mean s^2) / RMSE: 1 if calibrated, below 1 if over-confident (Fortin 2014)."""
+    """SSR = sqrt((K+1)/K) sqrt(mean s^2) / RMSE: 1 if calibrated, below 1 if overconfident (Fortin 2014)."""
     error, sigma = _error_and_sigma(mean, spread, target, samples)
     if not error.any():
         raise ValueError("all errors are zero, so the spread has no skill to be compared with")
@@ -52,7 +52,7 @@ def z_scores(mean: Array, spread: Array, target: Array, samples: float) -> np.nd
 
 
 def z_mean_square(mean: Array, spread: Array, target: Array, samples: float) -> float:
-    """ZMS, the mean of the squared z-scores: 1 if calibrated, above 1 if over-confident."""
+    """ZMS, the mean of the squared z-scores: 1 if calibrated, above 1 if overconfident."""
     return float((z_scores(mean, spread, target, samples) ** 2).mean())
 
 
@@ -87,7 +87,7 @@ def ranks(samples: Array, target: Array, *, seed: int = 0) -> np.ndarray:
 
 
 def rank_histogram(samples: Array, target: Array, *, seed: int = 0) -> np.ndarray:
-    """The share of targets at each rank, (K + 1,): flat if calibrated, U-shaped if over-confident."""
+    """The share of targets at each rank, (K + 1,): flat if calibrated, U-shaped if overconfident."""
     rank = ranks(samples, target, seed=seed)
     return np.bincount(rank.ravel(), minlength=len(_array(samples)) + 1) / rank.size
 
