@@ -11,8 +11,8 @@ from ase.calculators.singlepoint import SinglePointCalculator
 import pmlip
 from conftest import randomise_noise
 from pmlip.evaluation import Evaluation, evaluate
-from pmlip.report import Judged, write_report
-from pmlip.report.judged import score_row
+from pmlip.report import write_report
+from pmlip.report.entry import Entry, score_row
 from pmlip.report.verdicts import sentences
 from pmlip.samples import Outputs, Samples
 from tiny import tiny_backbone
@@ -41,8 +41,8 @@ def structures(model, *, count=24, stretch=1.0, seed=0):
     return made
 
 
-def judged(model, data, name="data.extxyz", called="p-tiny"):
-    return Judged(called, name, evaluate(model, data, samples=32))
+def evaluated(model, data):
+    return evaluate(model, data, samples=32)
 
 
 def drawn(*, error, name="data.extxyz", count=40, atoms=6, same=False):
@@ -56,17 +56,17 @@ def drawn(*, error, name="data.extxyz", count=40, atoms=6, same=False):
         Samples({"forces": torch.tensor(samples)}, system),
         Outputs({"forces": torch.tensor(target)}, system),
     )
-    squares = [(x**2).reshape(count, -1).mean(1) ** 0.5 for x in (samples.std(0, ddof=1), samples.mean(0) - target)]
     mean = of_samples.mean
-    return Judged("p-tiny", name, Evaluation(32, count, {}, 0.0, *squares, of_samples, mean, mean, of_labels))
+    return Entry("p-tiny", name, Evaluation(of_samples, mean, mean, of_labels))
 
 
 @pytest.fixture(scope="module")
 def page(model, tmp_path_factory):
     path = tmp_path_factory.mktemp("report") / "report.html"
     inside, outside = structures(model), structures(model, stretch=1.1, seed=1)
-    both = [judged(model, inside), judged(model, inside, called="the same")]
-    write_report(path, both, [judged(model, outside, "far.extxyz")], records={"p-tiny": {"steps": 7}})
+    both = {"p-tiny": evaluated(model, inside), "the same": evaluated(model, inside)}
+    far = {"far.extxyz": evaluated(model, outside)}
+    write_report(path, both, data="data.extxyz", unseen=far, records={"p-tiny": {"steps": 7}})
     return path
 
 
@@ -78,31 +78,32 @@ def test_the_page_holds_all_it_needs(page):
     assert "&#34;steps&#34;: 7" in text or '"steps": 7' in text
 
 
-def said(*judgements, unseen=(), records=None):
-    return " ".join(sentence["text"] for sentence in sentences(judgements, unseen, records or {}))
+def said(*entries, unseen=(), records=None):
+    return " ".join(sentence["text"] for sentence in sentences(entries, unseen, records or {}))
 
 
 def test_sentences_say_what_is_wrong():
     right = drawn(error=1.0)
-    assert "(5 % would be right): calibrated." in said(right)
-    assert "it knows more than that large forces have large errors" in said(right)
+    assert "% of the forces lie outside their 95 % interval (5 % expected): calibrated." in said(right)
+    assert "the spread adds information to the size of the force" in said(right)
     narrow = said(drawn(error=2.0))
-    assert "over-confident; a factor of" in narrow
-    assert "worse by" in said(drawn(error=2.0, same=True))
-    assert float(re.search(r"a factor of ([\d.]+) on the spread mends it", narrow)[1]) == pytest.approx(2.0, rel=0.1)
-    assert "under-confident; a factor of 0.4" in said(drawn(error=0.4))
+    assert "overconfident. Scaling the spread by" in narrow
+    assert "% worse than the better baseline" in said(drawn(error=2.0, same=True))
+    assert float(re.search(r"Scaling the spread by ([\d.]+) corrects it", narrow)[1]) == pytest.approx(2.0, rel=0.1)
+    assert "underconfident. Scaling the spread by 0.4" in said(drawn(error=0.4))
     far = said(right, unseen=[drawn(error=4.0, name="far.extxyz")])
     assert re.search(
-        r"On far.extxyz the errors are (3\.9|4\.0)\d times those on data.extxyz, the spread 1.00 times", far
+        r"far.extxyz: compared with data.extxyz, force errors are (3\.9|4\.0)\d times as large and spreads 1.00 times",
+        far,
     )
-    assert "It does not notice: do not rely on the spread there." in far
+    assert "The spread does not rise: do not rely on it there." in far
 
 
 @pytest.mark.parametrize(("error", "share"), [(1.0, 95), (2.0, 67)])
 def test_a_report_says_whether_a_calibration_keeps_its_promise(error, share):
     calibration = {"conformal": 1.96, "level": 0.95, "data": "valid.extxyz", "samples": 32}
     text = said(drawn(error=error), records={"p-tiny": {"calibration": calibration}})
-    found = re.search(r"on valid.extxyz, mean ± 1.96 sigma, holds (\d+) % .* 95 % were promised", text)
+    found = re.search(r"mean ± 1.96 sigma, calibrated on valid.extxyz .* contains (\d+) % .* is 95 %", text)
     assert float(found[1]) == pytest.approx(share, abs=3)
 
 
@@ -115,10 +116,36 @@ def test_scores_have_intervals_around_them():
     assert float(low) < 1 < float(high)
 
 
+def test_the_report_shows_the_scores_of_the_evaluation(model):
+    """Also where symmetry fixes some forces, which once counted in one place and not in the other."""
+    crystal = Atoms("Cu", cell=[2.4, 2.4, 2.4], pbc=True)
+    crystal.calc = SinglePointCalculator(crystal, energy=-3.0, forces=np.zeros((1, 3)))
+    evaluation = evaluated(model, [*structures(model, count=4), crystal])
+    cells = score_row(Entry("p-tiny", "data.extxyz", evaluation))["cells"]
+    forces, energy = evaluation.scores["forces"], evaluation.scores["energy"]
+    assert {title: value for title, (value, _, _) in cells.items()} == {
+        "MAE, meV/Å": f"{1e3 * forces['mae_expected']:.3g}",
+        "CRPS, meV/Å": f"{1e3 * forces['crps']:.3g}",
+        "SSR": f"{forces['ssr']:.2f}",
+        "in 95 % interval": f"{100 * forces['coverage_95']:.0f} %",
+        "Spearman, atoms": f"{forces['spearman_atom']:.2f}",
+        "|F| alone, atoms": f"{forces['spearman_atom_of_force']:.2f}",
+        "energy: MAE, meV/atom": f"{1e3 * energy['mae_expected']:.3g}",
+        "energy: SSR": f"{energy['ssr']:.2f}",
+    }
+
+
+def test_a_report_needs_all_forces(model, tmp_path):
+    some = structures(model, count=4)
+    del some[1].calc.results["forces"]
+    with pytest.raises(ValueError, match="a report needs the forces of every structure"):
+        write_report(tmp_path / "report.html", {"p-tiny": evaluated(model, some)})
+
+
 def test_what_has_no_spread_has_no_report(tmp_path):
     untrained = pmlip.perturb(tiny_backbone())
     with pytest.raises(ValueError, match="p-tiny has no spread to report on"):
-        write_report(tmp_path / "report.html", [judged(untrained, structures(untrained, count=3))])
+        write_report(tmp_path / "report.html", {"p-tiny": evaluated(untrained, structures(untrained, count=3))})
     assert not list(tmp_path.iterdir())
 
 
@@ -129,26 +156,27 @@ def test_molecules_that_are_all_alike_have_a_report_without_ranks(model, tmp_pat
         atoms = Atoms("H2", [[0, 0, 0], [0, 0, length]])
         atoms.calc = SinglePointCalculator(atoms, energy=0.0, forces=np.array([[0, 0, 0.5], [0, 0, -0.5]]))
         dimers.append(atoms)
-    own = judged(model, dimers)
-    write_report(tmp_path / "report.html", [own], [])
+    own = evaluated(model, dimers)
+    write_report(tmp_path / "report.html", {"p-tiny": own})
     page = (tmp_path / "report.html").read_text()
     assert "nan" not in re.sub(r"<script.*?</script>|data:[^\"]*", "", page, flags=re.DOTALL)
-    assert all(np.isfinite(value) for scores in own.evaluation.scores.values() for value in scores.values())
+    assert all(np.isfinite(value) for scores in own.scores.values() for value in scores.values())
 
 
-def test_forces_that_symmetry_fixes_are_left_out(model, tmp_path):
+def test_figures_leave_out_structures_whose_forces_symmetry_fixes(model, tmp_path):
     """One atom in a cell, as in an equation of state: no force, no error, no spread but rounding."""
     crystals = [Atoms("Cu", cell=[a, a, a], pbc=True) for a in (2.4, 2.5, 2.6)]
     for atoms in crystals:
         atoms.calc = SinglePointCalculator(atoms, energy=-3.0, forces=np.zeros((1, 3)))
-    fixed, moving = judged(model, crystals, "eos.extxyz"), judged(model, structures(model, count=4))
+    fixed, free = evaluated(model, crystals), evaluated(model, structures(model, count=4))
     with pytest.raises(ValueError, match=r"symmetry fixes all forces of eos.extxyz"):
-        write_report(tmp_path / "report.html", [fixed])
-    write_report(tmp_path / "report.html", [moving], [fixed])
-    mixed = judged(model, [*structures(model, count=3), *crystals, *crystals])
-    write_report(tmp_path / "mixed.html", [mixed])
-    assert "3 structures of 9 (in the others symmetry fixes the forces)" in (tmp_path / "mixed.html").read_text()
-    assert "On eos.extxyz symmetry fixes all forces" in (tmp_path / "report.html").read_text()
+        write_report(tmp_path / "report.html", {"p-tiny": fixed}, data="eos.extxyz")
+    write_report(tmp_path / "report.html", {"p-tiny": free}, unseen={"eos.extxyz": fixed})
+    mixed = evaluated(model, [*structures(model, count=3), *crystals, *crystals])
+    write_report(tmp_path / "mixed.html", {"p-tiny": mixed})
+    text = "the figures show 3 of 9 structures, because symmetry fixes all forces of the others"
+    assert text in (tmp_path / "mixed.html").read_text()
+    assert "eos.extxyz: symmetry fixes all forces" in (tmp_path / "report.html").read_text()
 
 
 @pytest.fixture

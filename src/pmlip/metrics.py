@@ -33,7 +33,7 @@ def predictive_sigma(spread: Array, samples: float) -> np.ndarray:
 
 
 def spread_skill_ratio(mean: Array, spread: Array, target: Array, samples: float) -> float:
-    """SSR = sqrt((K+1)/K) sqrt(mean s^2) / RMSE: 1 if calibrated, below 1 if over-confident (Fortin 2014)."""
+    """SSR = sqrt((K+1)/K) sqrt(mean s^2) / RMSE: 1 if calibrated, below 1 if overconfident (Fortin 2014)."""
     error, sigma = _error_and_sigma(mean, spread, target, samples)
     if not error.any():
         raise ValueError("all errors are zero, so the spread has no skill to be compared with")
@@ -52,15 +52,21 @@ def z_scores(mean: Array, spread: Array, target: Array, samples: float) -> np.nd
 
 
 def z_mean_square(mean: Array, spread: Array, target: Array, samples: float) -> float:
-    """ZMS, the mean of the squared z-scores: 1 if calibrated, above 1 if over-confident."""
+    """ZMS, the mean of the squared z-scores: 1 if calibrated, above 1 if overconfident."""
     return float((z_scores(mean, spread, target, samples) ** 2).mean())
+
+
+def covered(mean: Array, spread: Array, target: Array, samples: float, *, level: float = 0.95) -> np.ndarray:
+    """Whether each target lies inside its central interval of probability `level`."""
+    if not 0 < level < 1:
+        raise ValueError(f"the level of an interval lies between 0 and 1, got {level}")
+    inside: np.ndarray = np.abs(z_scores(mean, spread, target, samples)) <= stats.norm.isf((1 - level) / 2)
+    return inside
 
 
 def coverage(mean: Array, spread: Array, target: Array, samples: float, *, level: float = 0.95) -> float:
     """The share of targets inside the central interval of probability `level`."""
-    if not 0 < level < 1:
-        raise ValueError(f"the level of an interval lies between 0 and 1, got {level}")
-    return float((np.abs(z_scores(mean, spread, target, samples)) <= stats.norm.isf((1 - level) / 2)).mean())
+    return float(covered(mean, spread, target, samples, level=level).mean())
 
 
 def negative_log_likelihood(mean: Array, spread: Array, target: Array, samples: float) -> float:
@@ -81,7 +87,7 @@ def ranks(samples: Array, target: Array, *, seed: int = 0) -> np.ndarray:
 
 
 def rank_histogram(samples: Array, target: Array, *, seed: int = 0) -> np.ndarray:
-    """The share of targets at each rank, (K + 1,): flat if calibrated, U-shaped if over-confident."""
+    """The share of targets at each rank, (K + 1,): flat if calibrated, U-shaped if overconfident."""
     rank = ranks(samples, target, seed=seed)
     return np.bincount(rank.ravel(), minlength=len(_array(samples)) + 1) / rank.size
 
@@ -159,10 +165,18 @@ def partial_spearman(a: Array, b: Array, given: Array) -> float:
 
 
 def effective_directions(samples: Array, system: Array) -> float:
-    """In how many directions samples (sample, atom, component) vary about their mean: of each system, averaged.
+    """Number of directions in which samples (sample, atom, component) vary, averaged over the systems that vary.
 
-    (sum of the variances along their principal axes)^2 / (sum of the squares of these): 1 if all samples lie on a line.
-    The widths of all atoms then come from one pattern, and are wrong wherever that pattern happens to be small.
+    NaN if no system varies. See `effective_directions_per_system`.
+    """
+    return mean_of_positive(effective_directions_per_system(samples, system))
+
+
+def effective_directions_per_system(samples: Array, system: Array) -> np.ndarray:
+    """Number of directions in which the samples of each system vary about their mean, (system,); 0 if they are equal.
+
+    (sum of the variances along the principal axes)^2 / (sum of their squares): 1 if all samples lie on a line. The
+    widths of all atoms then come from one pattern, and are wrong wherever that pattern happens to be small.
     """
     values, of = _array(samples), _array(system)
     around = values - values.mean(0)
@@ -170,9 +184,15 @@ def effective_directions(samples: Array, system: Array) -> float:
     for number in np.unique(of):
         part = around[:, of == number].reshape(len(around), -1)
         gram = part @ part.T
-        if np.trace(gram) > 0:
-            found.append(np.trace(gram) ** 2 / np.square(gram).sum())
-    return float(np.mean(found)) if found else math.nan
+        total = np.trace(gram)
+        found.append(total**2 / np.square(gram).sum() if total > 0 else 0.0)
+    return np.array(found)
+
+
+def mean_of_positive(values: np.ndarray) -> float:
+    """Mean of the values above zero; NaN if there are none."""
+    positive = values[values > 0]
+    return float(positive.mean()) if positive.size else math.nan
 
 
 def auroc(inside: Array, outside: Array) -> float:

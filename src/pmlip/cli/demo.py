@@ -6,22 +6,23 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from pmlip import datasets
 from pmlip.atomic_files import atomic_write
 from pmlip.backbones import load_backbone
 from pmlip.calibration import calibrate
 from pmlip.cli.progress import resumable
-from pmlip.evaluation import as_record, compare, evaluate
+from pmlip.cli.score_table import force_table
+from pmlip.evaluation import Evaluation, as_record, evaluate
 from pmlip.methods.p import Potential, perturb
-from pmlip.report import Judged, check_installed, plots, write_report
+from pmlip.report import check_installed, plots, write_report
 from pmlip.structures.labels import labels
 from pmlip.training.config import FinetuneConfig
 from pmlip.training.finetuning import finetune
 
 TRAINING, VALIDATION = 64, 16  # structures
 TEST_SAMPLES = 16
+SHOWN = ("mae_expected", "crps", "ssr", "spearman_atom", "spearman_atom_of_force")  # scores
 STEP_COST = 2.5  # a pass of a training step against one without gradients, for the estimate of the time left
 TESTS = {
     "test": "as in training",
@@ -59,7 +60,7 @@ def run(out: Path, *, steps: int, seed: int, console: Console) -> dict[str, Any]
             finetune(model, train, valid=valid, config=config, folder=out / "run", progress=trained)
         bar.update(task, description="scaling the spread to validation data")
         scaled = calibrate(model, valid, samples=TEST_SAMPLES, seed=seed)
-        judged = []
+        evaluations: dict[str, Evaluation] = {}  # by what the structures are called
         for number, (name, structures) in enumerate(tests.items()):
             done = sum(work[: number + 1])
             bar.update(task, completed=done, description=f"asking about {TESTS[name]}")
@@ -67,10 +68,10 @@ def run(out: Path, *, steps: int, seed: int, console: Console) -> dict[str, Any]
             def asked(count: int, total: int | None, done: float = done) -> None:
                 bar.update(task, completed=done + TEST_SAMPLES * count)
 
-            evaluation = evaluate(model, structures, samples=TEST_SAMPLES, seed=seed, progress=asked)
-            judged.append(Judged("P-CHGNet", TESTS[name], evaluation))
+            evaluations[TESTS[name]] = evaluate(model, structures, samples=TEST_SAMPLES, seed=seed, progress=asked)
         bar.update(task, completed=sum(work), description="done")
-    console.print(_table(judged))
+    title = f"Forces on structures not trained on, K = {TEST_SAMPLES} samples, meV/Å"
+    console.print(force_table(title, evaluations, SHOWN))
     console.print(
         f"Before fine-tuning the MAE was {1e3 * before:.0f} meV/Å on the structures of the first row. After it, the "
         f"spread was scaled by {scaled.factor:.2f}, which suits {scaled.structures} validation structures.\n"
@@ -79,10 +80,10 @@ def run(out: Path, *, steps: int, seed: int, console: Console) -> dict[str, Any]
         "atom ranks its error; |F| alone: how well the size of its force does. AUROC: how often a structure of this "
         "row has a larger spread than one of the first; 0.5 is chance."
     )
-    _write(out, model, judged)
+    _write(out, model, evaluations)
     console.print(f"report and pictures: {out / 'report.html'}, {out / 'spread-and-error.png'}, {out / 'unseen.png'}")
     console.print(f"model: {out / 'p-chgnet.pt'}")
-    scores = {name: as_record(row.evaluation) for name, row in zip(TESTS, judged, strict=True)}
+    scores = {name: as_record(evaluations[called]) for name, called in TESTS.items()}
     return {"force_mae_before": before, **scores}
 
 
@@ -92,29 +93,19 @@ def _bar(console: Console) -> Progress:
     return Progress(*columns, TimeRemainingColumn(), console=console, speed_estimate_period=120)
 
 
-def _table(judged: list[Judged]) -> Table:
-    table = Table(title=f"Forces on structures not trained on, K = {TEST_SAMPLES} samples, meV/Å")
-    for column in ("", "MAE", "CRPS", "SSR", "Spearman", "|F| alone", "AUROC"):  # 80 characters wide
-        table.add_column(column, justify="right")
-    for row in judged:
-        forces = row.evaluation.scores["forces"]
-        sizes = [f"{1e3 * forces[name]:.0f}" for name in ("mae_expected", "crps")]
-        ratios = [f"{forces[name]:.2f}" for name in ("ssr", "spearman_atom", "spearman_atom_of_force")]
-        rise = "" if row is judged[0] else f"{compare(judged[0].evaluation, row.evaluation)['auroc_spread']:.2f}"
-        table.add_row(row.data, *sizes, *ratios, rise)
-    return table
-
-
-def _write(out: Path, model: Potential, judged: list[Judged]) -> None:
+def _write(out: Path, model: Potential, evaluations: Mapping[str, Evaluation]) -> None:
     """The trained model, the report, and its two most telling pictures."""
     model.save(out / "p-chgnet.pt")
-    write_report(out / "report.html", judged[:1], judged[1:])
+    (first, inside), *others = evaluations.items()
+    write_report(out / "report.html", {"P-CHGNet": inside}, data=first, unseen=dict(others))
+    atoms = {name: evaluation.columns["forces"].free_atoms for name, evaluation in evaluations.items()}
     pictures = {
         "spread-and-error": plots.spread_and_error(
-            {row.data: (row.forces.atom_spread, row.forces.atom_error) for row in judged}
+            {name: (rows["spread"], rows["error"]) for name, rows in atoms.items()}
         ),
         "unseen": plots.inside_and_outside(
-            {row.data: row.evaluation.spread for row in judged}, {row.data: row.evaluation.error for row in judged}
+            {name: evaluation.spread for name, evaluation in evaluations.items()},
+            {name: evaluation.error for name, evaluation in evaluations.items()},
         ),
     }
     for name, picture in pictures.items():

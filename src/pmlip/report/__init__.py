@@ -10,49 +10,51 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from pmlip import metrics
 from pmlip.atomic_files import atomic_write
+from pmlip.evaluation import Evaluation
 from pmlip.report import plots
-from pmlip.report.judged import Judged, score_row
+from pmlip.report.entry import Entry, score_row
 from pmlip.report.verdicts import sentences
 from pmlip.report.view import view, viewer_code
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Judged", "check_installed", "write_report"]
+__all__ = ["check_installed", "write_report"]
 
 
 def write_report(
     path: str | Path,
-    inside: Sequence[Judged],
-    unseen: Sequence[Judged] = (),
+    models: Mapping[str, Evaluation],
     *,
+    data: str = "structures",
+    unseen: Mapping[str, Evaluation] | None = None,
     records: Mapping[str, Any] | None = None,
 ) -> None:
-    """The report of one or more models on the same structures, and of the first of them out of distribution.
+    """Write an HTML report of one or more models on the same structures.
 
-    records: what is to be said of how each model was made, by its name.
+    models: evaluations by the name of the model. data: name of the structures. unseen: evaluations of the first model
+    on out-of-distribution structures, by the name of these. records: how each model was made, by its name.
     """
     check_installed()
     from jinja2 import Environment, PackageLoader
     from markupsafe import Markup
 
-    for judged in inside:
-        if judged.evaluation.samples < 2 or not judged.evaluation.drawn.trained:
-            raise ValueError(f"{judged.model} has no spread to report on; pmlip evaluate prints its errors")
-        if not judged.forces.moving.any():
-            raise ValueError(f"symmetry fixes all forces of {judged.data}, so there is no spread to report on")
+    inside = [Entry(model, data, evaluation) for model, evaluation in models.items()]
+    outside = [Entry(inside[0].model, name, evaluation) for name, evaluation in (unseen or {}).items()]
+    for entry in (*inside, *outside):
+        _check(entry)
+    for entry in inside:
+        if not entry.has_free_forces:
+            raise ValueError(f"symmetry fixes all forces of {entry.data}, so there is no spread to report on")
     template = Environment(loader=PackageLoader("pmlip", "report"), autoescape=True).get_template("report.html")
-    shown = [judged for judged in unseen if judged.forces.moving.any()]
+    shown = [entry for entry in outside if entry.has_free_forces]
     text = template.render(
-        title=f"{inside[0].model} on {inside[0].data}",
-        inside=inside,
+        title=f"{inside[0].model} on {data}",
         records=records or {},
-        rows=[score_row(judged) for judged in (*inside, *shown)],
-        sentences=sentences(inside, unseen, records or {}),
+        rows=[score_row(entry) for entry in (*inside, *shown)],
+        sentences=sentences(inside, outside, records or {}),
         figures={name: Markup(svg) for name, svg in _figures(inside, shown).items()},
         view=view(inside[0]),
         viewer=Markup(viewer_code()),
@@ -69,40 +71,48 @@ def check_installed() -> None:
             raise ImportError(f"a report needs {package}: pip install 'pmlip[report]'")
 
 
-def _figures(inside: Sequence[Judged], unseen: Sequence[Judged]) -> dict[str, str]:
-    forces = {judged.model: judged.forces for judged in inside}
-    first, evaluation = inside[0].forces, inside[0].evaluation
-    pairs = {name: (own.atom_spread, own.atom_error) for name, own in forces.items()}
+def _check(entry: Entry) -> None:
+    if not entry.forces.has_spread:
+        raise ValueError(f"{entry.model} has no spread to report on; its errors are in Evaluation.scores")
+    if not bool(entry.forces.present.all()):
+        raise ValueError(f"a report needs the forces of every structure, and {entry.data} lacks some; remove these")
+
+
+def _figures(inside: Sequence[Entry], unseen: Sequence[Entry]) -> dict[str, str]:
+    forces = {entry.model: entry.forces for entry in inside}
+    first = inside[0].forces
+    pairs = {name: (own.free_atoms["spread"], own.free_atoms["error"]) for name, own in forces.items()}
     made = {
         "spread": plots.spread_and_error(pairs),
-        "force": plots.force_and_error(first.atom_force, first.atom_error),
+        "force": plots.force_and_error(first.free_atoms["force"], first.free_atoms["error"]),
         "reliability": plots.reliability(
-            {name: metrics.pit(own.samples[:, own.moving], own.target[own.moving]) for name, own in forces.items()}
+            {name: metrics.pit(own.samples[:, own.free], own.label[own.free]) for name, own in forces.items()}
         ),
-        "ranks": plots.ranks(metrics.rank_histogram(first.samples[:, first.moving], first.target[first.moving])),
-        "sparsification": plots.sparsification(pairs, first.atom_force),
+        "ranks": plots.ranks(metrics.rank_histogram(first.samples[:, first.free], first.label[first.free])),
+        "sparsification": plots.sparsification(pairs, first.free_atoms["force"]),
         "parity": plots.parity(
-            first.target.ravel(), first.expected.ravel(), first.spread.ravel(), unit="eV/Å", title="Forces"
+            first.entries["label"],
+            first.entries["label"] + first.entries["expected_error"],
+            first.entries["spread"],
+            unit="eV/Å",
+            title="Forces",
         ),
     }
-    if "energy" in evaluation.scores:
-        atoms = evaluation.target.atoms_per_system
-        target = (evaluation.target.energy / atoms).numpy()
-        drawn = (evaluation.drawn.energy.double() / atoms).numpy()
-        here = np.isfinite(target)
-        mean = (evaluation.expected.energy.double() / atoms).numpy()[here]
+    if "energy" in inside[0].evaluation.scores:
+        entries = inside[0].evaluation.columns["energy"].entries
+        label, expected = entries["label"], entries["label"] + entries["expected_error"]
         made["energy"] = plots.parity(
-            1e3 * (target[here] - target[here].mean()),
-            1e3 * (mean - mean.mean()),
-            1e3 * drawn.std(0, ddof=1)[here],
+            1e3 * (label - label.mean()),
+            1e3 * (expected - expected.mean()),
+            1e3 * entries["spread"],
             unit="meV/atom",
-            title="Energies, each from its mean",
+            title="Energies relative to their mean",
         )
     if unseen:
         places = (inside[0], *unseen)
         made["outside"] = plots.inside_and_outside(
-            {judged.data: judged.evaluation.spread for judged in places},
-            {judged.data: judged.evaluation.error for judged in places},
+            {entry.data: entry.evaluation.spread for entry in places},
+            {entry.data: entry.evaluation.error for entry in places},
         )
     return {name: _as_svg(figure) for name, figure in made.items()}
 

@@ -48,7 +48,7 @@ def parity(target: np.ndarray, mean: np.ndarray, spread: np.ndarray | None, *, u
     points = axes.scatter(target[shown], mean[shown], s=8, alpha=0.7, linewidths=0, rasterized=True, **colour)
     if spread is not None:
         figure.colorbar(points, ax=axes, label=f"spread ({unit})")
-    axes.set(xlabel=f"DFT ({unit})", ylabel=f"sample mean ({unit})", title=title)
+    axes.set(xlabel=f"reference ({unit})", ylabel=f"prediction ({unit})", title=title)
     return figure
 
 
@@ -59,8 +59,8 @@ def reliability(pits: Mapping[str, np.ndarray]) -> "Figure":
     axes.plot([0, 1], [0, 1], color="#94a3b8", lw=1)
     for (name, pit), colour in zip(pits.items(), _cycle(), strict=False):
         axes.plot(levels, metrics.reliability(pit, levels), color=colour, lw=2, label=name)
-    axes.text(0.97, 0.06, "over-confident below\nthe diagonal", ha="right", fontsize=8, color="#64748b")
-    axes.set(xlabel="expected share inside the interval", ylabel="observed share", title="Reliability")
+    axes.text(0.97, 0.06, "overconfident below\nthe diagonal", ha="right", fontsize=8, color="#64748b")
+    axes.set(xlabel="level of the interval", ylabel="observed coverage", title="Reliability")
     _legend(axes, pits)
     return figure
 
@@ -74,7 +74,10 @@ def ranks(histogram: np.ndarray) -> "Figure":
     axes.bar(np.linspace(0, 1, groups, endpoint=False), joined, width=0.92 / groups, align="edge", color=COLOURS[0])
     axes.axhline(1, color="#334155", lw=1, ls="--")
     axes.set(
-        xlabel="rank of DFT among the samples", ylabel="frequency, 1 is right", title="Rank histogram", xticks=[0, 1]
+        xlabel="rank of the reference among the samples",
+        ylabel="frequency (calibrated: 1)",
+        title="Rank histogram",
+        xticks=[0, 1],
     )
     axes.set_xticklabels(["below all", "above all"])
     return figure
@@ -90,18 +93,18 @@ def spread_and_error(models: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> "Fi
     ends = axes.get_xlim()
     axes.plot(ends, ends, color="#94a3b8", lw=1, zorder=0)
     axes.set(
-        xlim=ends, xlabel="spread of an atom's force (eV/Å)", ylabel="error of it (eV/Å)", title="Does the spread know?"
+        xlim=ends, xlabel="force spread per atom (eV/Å)", ylabel="force error per atom (eV/Å)", title="Error and spread"
     )
     _legend(axes, models)
     return figure
 
 
 def force_and_error(force: np.ndarray, error: np.ndarray) -> "Figure":
-    """Error against the size of the force, in the same way."""
+    """Error against the size of the force, as in `spread_and_error`."""
     figure, axes = panel()
     _cloud(axes, force, error, "#64748b")
     axes.plot(*_binned(force, error), "o-", color="#334155", ms=4)
-    axes.set(xlabel="size of its force |F| (eV/Å)", ylabel="error of it (eV/Å)", title="Would |F| alone know as much?")
+    axes.set(xlabel="predicted |F| per atom (eV/Å)", ylabel="force error per atom (eV/Å)", title="Error and |F|")
     return figure
 
 
@@ -113,7 +116,7 @@ def _cloud(axes: Any, x: np.ndarray, y: np.ndarray, colour: str) -> None:
 
 
 def sparsification(models: Mapping[str, tuple[np.ndarray, np.ndarray]], force: np.ndarray) -> "Figure":
-    """The error that is left when the most uncertain atoms are removed."""
+    """RMSE of the remaining atoms when the most uncertain ones are removed."""
     figure, axes = panel()
     _, error = next(iter(models.values()))
     points = 50
@@ -122,10 +125,10 @@ def sparsification(models: Mapping[str, tuple[np.ndarray, np.ndarray]], force: n
         axes.plot(share, metrics.sparsification(own, spread, points=points)[0], color=colour, lw=2, label=name)
     by_force, by_error = metrics.sparsification(error, force, points=points)
     axes.plot(share, by_force, color="#64748b", lw=1.5, ls="--", label="by |F|")
-    axes.plot(share, by_error, color="#94a3b8", lw=1.5, ls=":", label="by the error itself")
+    axes.plot(share, by_error, color="#94a3b8", lw=1.5, ls=":", label="by the true error")
     axes.set(
-        xlabel="share of atoms removed, most uncertain first",
-        ylabel="error of the rest, of all = 1",
+        xlabel="fraction of atoms removed, most uncertain first",
+        ylabel="RMSE of the rest, relative to all",
         title="Sparsification",
         ylim=(0, 1.05),
     )
@@ -143,8 +146,8 @@ def inside_and_outside(spreads: Mapping[str, np.ndarray], errors: Mapping[str, n
     axes.plot(ends, ends, color="#94a3b8", lw=1)
     _log(axes)
     axes.set(
-        xlabel="spread of a structure's forces (eV/Å)",
-        ylabel="error of them (eV/Å)",
+        xlabel="RMS force spread per structure (eV/Å)",
+        ylabel="force RMSE per structure (eV/Å)",
         title="In and out of distribution",
     )
     axes.legend(fontsize=8)

@@ -1,138 +1,147 @@
-"""What the figures mean for these models, in sentences."""
+"""What the scores mean for these models, in sentences."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
-from pmlip import metrics
 from pmlip.evaluation import compare
-from pmlip.report.judged import Judged
+from pmlip.report.entry import Entry
 from pmlip.scores import gaussian_crps
-from pmlip.spread_fit import best_width
+from pmlip.spread_fit import best_factor, best_width
 
-FAR = 0.03  # a share outside the 95 % interval that differs by this much from 5 % is worth a word
-OFFSET = 0.5  # eV/atom; a larger error of the energies is a constant that was not fitted
+TOLERANCE = 0.03  # a coverage this close to its level counts as right
+OFFSET = 0.5  # eV/atom; a larger energy error means that the reference energies differ
+
+Verdict = tuple[str, str]  # good, fair or bad, and a sentence
 
 
-def sentences(inside: Sequence[Judged], unseen: Sequence[Judged], records: Mapping[str, Any]) -> list[dict[str, str]]:
-    """What the figures mean for these models: a verdict (good, fair, bad) and a sentence each.
+def sentences(inside: Sequence[Entry], unseen: Sequence[Entry], records: Mapping[str, Any]) -> list[dict[str, str]]:
+    """A verdict (good, fair, bad) and a sentence for each finding.
 
     records: how each model was made, by its name.
     """
-    said = []
-    for judged in inside:
-        who = f"{judged.model}: " if len(inside) > 1 else ""
-        promised = _promise(judged, records.get(judged.model, {}).get("calibration", {}))
-        for verdict, text in (*_calibration(judged), *promised, *_worth(judged), *_ranking(judged), *_constant(judged)):
-            said.append({"verdict": verdict, "text": who + text})
-    for judged in unseen:
-        said += [{"verdict": verdict, "text": text} for verdict, text in _outside(inside[0], judged)]
-    return said
+    found = []
+    for entry in inside:
+        prefix = f"{entry.model}: " if len(inside) > 1 else ""
+        calibration = records.get(entry.model, {}).get("calibration", {})
+        for verdict, text in (
+            *_calibration(entry),
+            *_conformal(entry, calibration),
+            *_baselines(entry),
+            *_ranking(entry),
+            *_energy_offset(entry),
+        ):
+            found.append({"verdict": verdict, "text": prefix + text})
+    for entry in unseen:
+        found += [{"verdict": verdict, "text": text} for verdict, text in _out_of_distribution(inside[0], entry)]
+    return found
 
 
-def _calibration(judged: Judged) -> list[tuple[str, str]]:
-    forces = judged.forces
-    outside = 1 - float(forces.covered.mean())
-    start = f"Errors of the forces leave the 95 % interval in {100 * outside:.0f} % of cases (5 % would be right)"
-    if abs(outside - 0.05) <= FAR:
+def _calibration(entry: Entry) -> list[Verdict]:
+    """Is the 95 % interval right? If not, does one factor on the spread correct it?"""
+    outside = 1 - entry.evaluation.scores["forces"]["coverage_95"]
+    start = f"{100 * outside:.0f} % of the forces lie outside their 95 % interval (5 % expected)"
+    if abs(outside - 0.05) <= TOLERANCE:
         return [("good", f"{start}: calibrated.")]
-    name = "over-confident" if outside > 0.05 else "under-confident"
+    name = "overconfident" if outside > 0.05 else "underconfident"
     verdict = "bad" if outside > 0.15 else "fair"
-    best, covering = forces.best_factor, forces.covering_factor
-    if best is None:
+    if entry.evaluation.samples < 3:  # too few to fit a factor
         return [(verdict, f"{start}: {name}.")]
+    best, covering = best_factor(entry.forces.samples, entry.forces.label), _covering_factor(entry)
     if abs(np.log(best / covering)) < np.log(1.25):
-        return [(verdict, f"{start}: {name}; a factor of {best:.2f} on the spread mends it.")]
-    tails = "a few errors are far larger than" if covering > best else "most errors are smaller than"
-    return [
-        (
-            verdict,
-            f"{start}: {name}, and no one factor mends it: the CRPS is best with {best:.2f}, the interval is right "
-            f"with {covering:.2f}; {tails} the spread tells.",
-        )
-    ]
+        return [(verdict, f"{start}: {name}. Scaling the spread by {best:.2f} corrects it.")]
+    tails = "heavier" if covering > best else "lighter"
+    text = (
+        f"{start}: {name}. No single factor corrects it: the CRPS is lowest with {best:.2f}, and the coverage is right "
+        f"with {covering:.2f}. The errors have {tails} tails than the samples."
+    )
+    return [(verdict, text)]
 
 
-def _promise(judged: Judged, calibration: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Is what the conformal interval of a calibration promises kept here?"""
+def _covering_factor(entry: Entry) -> float:
+    """The factor on the spread with which 95 % of the forces lie in their interval."""
+    count, free = entry.evaluation.samples, entry.forces.free_entries
+    z = np.abs(free["error"]) / free["sigma"]
+    about_mean = float(np.quantile(z, 0.95) / stats.t.isf(0.025, count - 1))
+    # about the true mean, as in `best_factor`: the mean of K samples is itself off by spread / sqrt(K)
+    return float(np.sqrt(max((1 + 1 / count) * about_mean**2 - 1 / count, 1e-4)))
+
+
+def _conformal(entry: Entry, calibration: Mapping[str, Any]) -> list[Verdict]:
+    """Does the conformal interval of a calibration reach its level here?"""
     factor, level = calibration.get("conformal"), calibration.get("level")
     if factor is None or level is None:
         return []
-    forces = judged.forces
-    sigma = metrics.predictive_sigma(forces.spread, len(forces.samples))
-    held = (np.abs(forces.expected - forces.target) <= factor * sigma) | ~forces.moving
-    inside, data = float(held.mean()), calibration.get("data", "validation data")
+    free = entry.forces.free_entries
+    inside = float((np.abs(free["expected_error"]) <= factor * free["sigma"]).mean())
     text = (
-        f"The interval of its calibration on {data}, mean ± {factor:.2f} sigma, holds "
-        f"{100 * inside:.0f} % of the force components here; {100 * level:.0f} % were promised for structures like "
-        f"those, with K = {calibration['samples']}."
+        f"The conformal interval (mean ± {factor:.2f} sigma, calibrated on {calibration.get('data', 'validation data')}"
+        f" with K = {calibration['samples']}) contains {100 * inside:.0f} % of the forces; its level for similar "
+        f"structures is {100 * level:.0f} %."
     )
-    return [("good" if inside >= level - FAR else "bad", text)]
+    return [("good" if inside >= level - TOLERANCE else "bad", text)]
 
 
-def _constant(judged: Judged) -> list[tuple[str, str]]:
-    """A constant in the energies is no fault of a potential, but of its references."""
-    energy = judged.evaluation.scores.get("energy")
-    if energy is None or energy["mae_expected"] < OFFSET:
+def _energy_offset(entry: Entry) -> list[Verdict]:
+    """A constant error of the energies comes from the reference energies."""
+    energy = entry.evaluation.scores.get("energy", {})
+    if energy.get("mae_expected", 0.0) < OFFSET:
         return []
-    question = "were energies per element fitted to these data, as pmlip finetune does?"
-    return [("bad", f"Energies are off by {energy['mae_expected']:.2f} eV/atom: {question}")]
+    text = f"The energy error is {energy['mae_expected']:.2f} eV/atom, so the reference energies probably differ: "
+    return [("bad", text + "fit energies per element to these data, as pmlip finetune does.")]
 
 
-def _worth(judged: Judged) -> list[tuple[str, str]]:
+def _baselines(entry: Entry) -> list[Verdict]:
     """Is the learned spread better than two trivial ones around the same mean?"""
-    forces = judged.forces
-    error = (forces.mean - forces.target).ravel()
-    # the fair CRPS is that of infinitely many samples; so the rivals are put around the mean of as many
-    sampling = float((forces.spread**2).mean()) / len(forces.samples)
+    entries = entry.forces.entries
+    error = entries["error"]
+    # The fair CRPS estimates that of infinitely many samples, so the baselines need the error of their mean.
+    sampling = float((entries["spread"] ** 2).mean()) / entry.evaluation.samples
     error = error * np.sqrt(max(1 - sampling / float((error**2).mean()), 0.0))
-    own = 1e3 * float(forces.crps.mean())
-    size = np.repeat(forces.atom_force, 3)
+    own = 1e3 * entry.evaluation.scores["forces"]["crps"]
+    size = np.repeat(entry.forces.atoms["force"], 3)
     constant, scaled = (
         1e3 * float(gaussian_crps(error, best_width(error, unit) * unit).mean()) for unit in (np.ones_like(size), size)
     )
     best = min(constant, scaled)
     text = (
-        f"As a distribution the forces score {own:.1f} meV/Å (CRPS). Around the same mean one constant width, chosen "
-        f"with these labels in hand, would score {constant:.1f}, a width proportional to |F| {scaled:.1f}: the learned "
-        f"spread is {'better' if own < best else 'worse'} by {abs(100 * (1 - own / best)):.0f} %."
+        f"The CRPS of the forces is {own:.1f} meV/Å. Around the same mean, a constant width fitted to these labels "
+        f"gives {constant:.1f}, and a fitted width proportional to |F| {scaled:.1f}. The learned spread is "
+        f"{abs(100 * (1 - own / best)):.0f} % {'better' if own < best else 'worse'} than the better baseline."
     )
     return [("good" if own < 0.98 * best else "fair" if own < 1.02 * best else "bad", text)]
 
 
-def _ranking(judged: Judged) -> list[tuple[str, str]]:
-    forces = judged.forces
-    own = metrics.spearman(forces.atom_error, forces.atom_spread)
-    trivial = metrics.spearman(forces.atom_error, forces.atom_force)
-    beyond = metrics.partial_spearman(forces.atom_error, forces.atom_spread, forces.atom_force)
-    if not np.isfinite([own, trivial, beyond]).all():  # too few atoms, or all alike
+def _ranking(entry: Entry) -> list[Verdict]:
+    scores = entry.evaluation.scores["forces"]
+    names = ("spearman_atom", "spearman_atom_of_force", "spearman_atom_given_force")
+    if not all(name in scores for name in names):  # too few atoms, or all errors equal
         return []
+    own, force, beyond = (scores[name] for name in names)
+    how_much = "adds information to" if beyond > 0.2 else "adds little to" if beyond > 0.05 else "adds nothing to"
     text = (
-        f"The spread ranks atoms by their error with a correlation of {own:.2f} (Spearman); the size of the force "
-        f"alone reaches {trivial:.2f}. Given |F|, {beyond:.2f} is left: "
+        f"The spread ranks atoms by force error with a Spearman correlation of {own:.2f}; |F| alone reaches "
+        f"{force:.2f}. The partial correlation given |F| is {beyond:.2f}: the spread {how_much} the size of the force."
     )
-    if beyond > 0.2:
-        return [("good", text + "it knows more than that large forces have large errors.")]
-    if beyond > 0.05:
-        return [("fair", text + "it knows little more than that large forces have large errors.")]
-    return [("bad", text + "it knows no more than that large forces have large errors.")]
+    return [("good" if beyond > 0.2 else "fair" if beyond > 0.05 else "bad", text)]
 
 
-def _outside(inside: Judged, outside: Judged) -> list[tuple[str, str]]:
-    if not outside.forces.moving.any():
-        return [("fair", f"On {outside.data} symmetry fixes all forces: they say nothing about the model.")]
+def _out_of_distribution(inside: Entry, outside: Entry) -> list[Verdict]:
+    if not outside.has_free_forces:
+        return [("fair", f"{outside.data}: symmetry fixes all forces, so they do not test the model.")]
     against = compare(inside.evaluation, outside.evaluation)
     error, spread = against["error_ratio"], against["spread_ratio"]
     text = (
-        f"On {outside.data} the errors are {error:.2f} times those on {inside.data}, the spread {spread:.2f} times; "
-        f"the spread tells the two apart with AUROC {against['auroc_spread']:.2f} (0.5 is chance, "
-        f"the size of the forces alone gives {against['auroc_force']:.2f}). "
+        f"{outside.data}: compared with {inside.data}, force errors are {error:.2f} times as large and spreads "
+        f"{spread:.2f} times as large. The spread separates the two sets with an AUROC of "
+        f"{against['auroc_spread']:.2f}, |F| alone with {against['auroc_force']:.2f} (chance: 0.5). "
     )
     if error < 1.1:
-        return [("good", text + "The model is as good there.")]
+        return [("good", text + "The model is as accurate there.")]
     if spread > 0.8 * error:
-        return [("good", text + "It notices.")]
+        return [("good", text + "The spread rises with the error.")]
     if spread > 1.1:
-        return [("fair", text + "It notices, but not how much: the spread is too small there.")]
-    return [("bad", text + "It does not notice: do not rely on the spread there.")]
+        return [("fair", text + "The spread rises less than the error: the model is overconfident there.")]
+    return [("bad", text + "The spread does not rise: do not rely on it there.")]

@@ -7,27 +7,27 @@ import json
 import numpy as np
 from ase import Atoms
 
-from pmlip.report.judged import Judged
+from pmlip.report.entry import Entry
 
 SHOWN = 8  # structures
 
 
-def view(judged: Judged) -> str:
+def view(entry: Entry) -> str:
     """The most uncertain structures for chemiscope, as base64 of JSON."""
     import chemiscope
 
-    forces = judged.forces
-    there = np.unique(forces.system)
-    largest = np.array([forces.atom_spread[forces.system == i].max() for i in there])
+    rows = entry.forces.free_atoms
+    there = np.unique(rows.system)
+    largest = np.array([rows["spread"][rows.system == i].max() for i in there])
     chosen = there[np.argsort(-largest)[:SHOWN]]
-    atoms = np.concatenate([np.flatnonzero(forces.system == i) for i in chosen])
+    atoms = np.concatenate([np.flatnonzero(rows.system == i) for i in chosen])
     structures = [
-        Atoms(s.symbols, s.positions, cell=s.cell, pbc=s.pbc) for s in (judged.evaluation.listed[i] for i in chosen)
+        Atoms(s.symbols, s.positions, cell=s.cell, pbc=s.pbc) for s in (entry.evaluation.listed[i] for i in chosen)
     ]
     properties = {
-        "force uncertainty": forces.atom_spread[atoms],
-        "true force error": forces.atom_error[atoms],
-        "size of the force": forces.atom_force[atoms],
+        "force uncertainty": rows["spread"][atoms],
+        "true force error": rows["error"][atoms],
+        "size of the force": rows["force"][atoms],
     }
     settings = chemiscope.quick_settings(
         x="force uncertainty",
@@ -43,7 +43,7 @@ def view(judged: Judged) -> str:
     )
     dataset = chemiscope.create_input(
         structures,
-        metadata={"name": f"{judged.model} on {judged.data}"},
+        metadata={"name": f"{entry.model} on {entry.data}"},
         properties={name: {"target": "atom", "values": values, "units": "eV/Å"} for name, values in properties.items()},
         environments=chemiscope.all_atomic_environments(structures),
         settings=settings,

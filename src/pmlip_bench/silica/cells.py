@@ -16,11 +16,12 @@ from pmlip import methods
 from pmlip.atomic_files import write_json
 from pmlip.backbones import load_backbone
 from pmlip.errors import did_you_mean
-from pmlip.evaluation import Evaluation, compare, evaluate, rank_together
+from pmlip.evaluation import compare, evaluate, rank_together
 from pmlip.loading import load
 from pmlip.methods import Method
 from pmlip.noise.draws import SEED_OF_FIT
 from pmlip.provenance import environment
+from pmlip.score_table import benchmark_scores
 from pmlip.spread_fit import best_factor
 from pmlip.structures.labels import labels
 from pmlip.training.config import FinetuneConfig
@@ -158,9 +159,9 @@ def work(cell: Cell, *, settings: SilicaSettings, folder: Path, device: str = "c
         "samples": inside.samples,
         "spread_factor": factor,
         "energy_spread_factor": energy_factor,
-        "test": _flat(inside),
-        "test_as_trained": _flat(as_trained),
-        **({"test_three_samples": _flat(inside.subset(3))} if inside.samples > 3 else {}),
+        "test": benchmark_scores(inside.scores),
+        "test_as_trained": benchmark_scores(as_trained.scores),
+        **({"test_three_samples": benchmark_scores(inside.subset(3).scores)} if inside.samples > 3 else {}),
         "all_scores": inside.scores,
         "unseen": {},
         "training": training,
@@ -174,7 +175,8 @@ def work(cell: Cell, *, settings: SilicaSettings, folder: Path, device: str = "c
     for place, structures in data.unseen.items():
         outside[place] = evaluate(model, structures, samples=settings.test_samples)
         outside[place] = outside[place].scaled(factor, energy=energy_factor)
-        result["unseen"][place] = _flat(outside[place]) | (compare(inside, outside[place]) if has_spread else {})
+        against = compare(inside, outside[place]) if has_spread else {}
+        result["unseen"][place] = benchmark_scores(outside[place].scores) | against
     if has_spread and outside:
         result["test_and_unseen"] = rank_together([inside, *outside.values()])
         three = {place: other.subset(3) for place, other in outside.items()}  # beside ensembles, which have no more
@@ -237,34 +239,3 @@ def _training(model: Method) -> dict[str, Any]:
 def _summed(costs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What several fine-tunings cost together; all else is that of the first."""
     return costs[0] | {key: sum(cost[key] for cost in costs) for key in ("steps", "structures", "passes", "seconds")}
-
-
-def _flat(evaluation: Evaluation) -> dict[str, float]:
-    """The scores of the benchmark's tables, in eV and Å."""
-    forces, energy = evaluation.scores["forces"], evaluation.scores["energy"]
-    wanted = {
-        "force_mae": forces["mae"],
-        "force_mae_expected": forces["mae_expected"],
-        "force_mae_without_noise": forces["mae_without_noise"],
-        "force_crps": forces["crps"],
-        "energy_mae": energy["mae"],
-        "energy_mae_expected": energy["mae_expected"],
-        "energy_mae_without_noise": energy["mae_without_noise"],
-        "energy_crps": energy["crps"],
-    }
-    renamed = {
-        "ssr": "ssr",
-        "spread": "force_spread",
-        "directions": "directions",
-        "spearman_structure": "spearman",
-        "spearman_structure_at_best": "spearman_at_best",
-        "spearman_structure_of_force": "spearman_of_force",
-        "spearman_structure_given_force": "spearman_given_force",
-        "spearman_atom": "spearman_atom",
-        "spearman_atom_of_force": "spearman_atom_of_force",
-        "spearman_atom_given_force": "spearman_atom_given_force",
-    }
-    wanted |= {new: forces[old] for old, new in renamed.items() if old in forces}
-    if "ssr" in energy:
-        wanted["energy_ssr"] = energy["ssr"]
-    return wanted

@@ -1,9 +1,10 @@
 """What is made of the cells of the silica benchmark: Table 2 and Figure 2 of the paper, for each backbone and data."""
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from pmlip.score_table import benchmark_columns
 from pmlip_bench.publish import Results, draw_score, empty_figure, over_seeds, with_deviation
 
 if TYPE_CHECKING:
@@ -14,41 +15,49 @@ TRIVIAL = ["deterministic", "constant", "force-scaled", "confidence"]
 METHODS = [*TRIVIAL, "ensemble", "mc-dropout", "blip", "blip+published", "p", "p+paper", "p-ensemble"]
 
 Forms = Mapping[str, tuple[str, float, int]]  # name -> title, scale and digits
-COLUMNS: Forms = {
-    "force_mae": ("F-MAE", 1e3, 1),
-    "force_mae_expected": ("expected", 1e3, 1),
-    "force_mae_without_noise": ("z = 0", 1e3, 1),
-    "force_crps": ("F-CRPS", 1e3, 1),
-    "ssr": ("SSR", 1, 2),
-    "ssr_as_trained": ("as trained", 1, 2),
-    "directions": ("directions", 1, 1),
-    "spearman": ("Spearman", 1, 2),
-    "energy_mae": ("E-MAE", 1e3, 2),
-    "energy_mae_expected": ("expected", 1e3, 2),
-    "energy_crps": ("E-CRPS", 1e3, 2),
-    "energy_ssr": ("E-SSR", 1, 2),
-}
-RANKING: Forms = {  # in a table of its own
-    "spearman": ("structures", 1, 2),
-    "spearman_at_best": ("at best", 1, 2),
-    "spearman_three_samples": ("of 3 samples", 1, 2),
-    "spearman_of_force": ("of the force", 1, 2),
-    "spearman_given_force": ("given the force", 1, 2),
-    "spearman_atom": ("atoms", 1, 2),
-    "spearman_atom_of_force": ("of the force", 1, 2),
-    "spearman_atom_given_force": ("given the force", 1, 2),
-}
+
+
+def _forms(
+    names: Iterable[str], *, titles: Mapping[str, str] | None = None, digits: Mapping[str, int] | None = None
+) -> Forms:
+    """The columns of a table, from the table of metrics; titles and digits override it."""
+    known, own_titles, own_digits = benchmark_columns(), titles or {}, digits or {}
+    made = {}
+    for name in names:
+        column, scale = known[_score_and_place(name)[0]]
+        made[name] = (own_titles.get(name, column.title), scale, own_digits.get(name, column.digits))
+    return made
+
+
+def _score_and_place(name: str) -> tuple[str, str]:
+    """A column's score and the part of a result that holds it: ssr_as_trained is the ssr of test_as_trained."""
+    ending = next((ending for ending in ("_as_trained", "_three_samples") if name.endswith(ending)), "")
+    return name.removesuffix(ending), f"test{ending}"
+
+
+COLUMNS = _forms(
+    [
+        *("force_mae", "force_mae_expected", "force_mae_without_noise", "force_crps"),
+        *("ssr", "ssr_as_trained", "directions", "spearman"),
+        *("energy_mae", "energy_mae_expected", "energy_crps", "energy_ssr"),
+    ],
+    titles={"ssr_as_trained": "as trained"},
+)
+RANKING = _forms(  # a separate table
+    [
+        *("spearman", "spearman_at_best", "spearman_three_samples", "spearman_of_force", "spearman_given_force"),
+        *("spearman_atom", "spearman_atom_of_force", "spearman_atom_given_force"),
+    ],
+    titles={"spearman": "structures", "spearman_three_samples": "of 3 samples"},
+)
 FORMS: Forms = {**COLUMNS, **RANKING}
-UNSEEN: Forms = {  # of structures out of distribution; how many times larger is meant against the test set
-    "force_mae": ("F-MAE", 1e3, 1),
-    "force_crps": ("F-CRPS", 1e3, 1),
-    "error_ratio": ("error, times", 1, 1),
-    "spread_ratio": ("spread, times", 1, 1),
-    "ssr": ("SSR", 1, 2),
-    "auroc_spread": ("AUROC", 1, 2),
-    "auroc_force": ("of the force", 1, 2),
-    "energy_mae": ("E-MAE", 1e3, 1),
-}
+UNSEEN = _forms(  # structures out of distribution; the ratios are against the test set
+    [
+        *("force_mae", "force_crps", "error_ratio", "spread_ratio", "ssr", "auroc_spread", "auroc_force"),
+        "energy_mae",
+    ],
+    digits={"energy_mae": 1},
+)
 
 # The paper's Figure 2, mean and standard deviation: F-MAE and F-CRPS in meV/Å, Spearman.
 PAPER_BACKBONE, PAPER_READER = "orb:orb_v3_direct_20_omat", "tan_silica:"
@@ -80,9 +89,8 @@ def summary(results: Results) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"backbone": backbone, "data": data, "size": size, "method": method, "seeds": len(found)}
         row["samples"] = found[0]["samples"]
         for name in FORMS:
-            ending = next((ending for ending in ("_as_trained", "_three_samples") if name.endswith(ending)), "")
-            score = name.removesuffix(ending)
-            places = [result.get(f"test{ending}", result["test"]) for result in found]  # an ensemble has three
+            score, place = _score_and_place(name)
+            places = [result.get(place, result["test"]) for result in found]  # an ensemble has three samples
             values = [place[score] for place in places if score in place]
             if values:
                 row[name] = over_seeds(values)

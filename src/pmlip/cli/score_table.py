@@ -1,0 +1,50 @@
+"""Scores in the terminal, from the table of metrics."""
+
+from collections.abc import Mapping
+
+from rich.table import Table
+
+from pmlip import score_table
+from pmlip.evaluation import Evaluation, compare
+
+
+def score_table_of(name: str, evaluation: Evaluation) -> Table:
+    """The scores of one model on one set of structures: a row per output, metrics of a single output below."""
+    seconds = f"{evaluation.seconds:.0f} s"
+    table = Table(title=f"{name}: {evaluation.structures} structures, K = {evaluation.samples}, {seconds}")
+    shown = [metric for metric in score_table.METRICS if metric.terminal]
+    columns = [metric for metric in shown if len(metric.outputs) > 1]
+    for title in ("", *(metric.heading for metric in columns)):
+        table.add_column(title, justify="right")
+    for output, scores in evaluation.scores.items():
+        cells = [metric.shown(scores[metric.name], output) if metric.name in scores else "" for metric in columns]
+        table.add_row(f"{output}, {score_table.UNITS[output].name}", *cells)
+    below: dict[str, list[str]] = {}  # a line for each output and kind of rows
+    for output, scores in evaluation.scores.items():
+        for metric in shown:
+            if metric.outputs == (output,) and metric.name in scores:
+                value = metric.shown(scores[metric.name], output)
+                below.setdefault(f"{output}, {metric.rows}", []).append(f"{metric.title} {value}")
+    table.caption = "\n".join(f"{kind}: {'; '.join(values)}" for kind, values in below.items()) or None
+    return table
+
+
+def comparison_line(inside: str, outside: str, comparison: Mapping[str, float]) -> str:
+    """The scores of `compare`, for two named sets of structures."""
+    values = [f"{one.title} {comparison[one.name]:.2f}" for one in score_table.COMPARISONS]
+    return f"{outside} compared with {inside}: {', '.join(values)}"
+
+
+def force_table(title: str, evaluations: Mapping[str, Evaluation], metrics: tuple[str, ...]) -> Table:
+    """Force scores of one model on several sets of structures, compared with the first: a row per set."""
+    table = Table(title=title)
+    chosen = [score_table.metric(name) for name in metrics]
+    for heading in ("", *(metric.title for metric in chosen), "AUROC"):
+        table.add_column(heading, justify="right")
+    first = next(iter(evaluations.values()))
+    for name, evaluation in evaluations.items():
+        scores = evaluation.scores["forces"]
+        cells = [metric.shown(scores[metric.name], "forces") if metric.name in scores else "" for metric in chosen]
+        rise = "" if evaluation is first else f"{compare(first, evaluation)['auroc_spread']:.2f}"
+        table.add_row(name, *cells, rise)
+    return table

@@ -1,0 +1,184 @@
+"""The per-row arrays from which every metric is computed: errors, spreads and scores of one output.
+
+The rules for what counts are here and nowhere else:
+- an entry counts if its label and its prediction are finite;
+- an entry is free if its spread is above zero; symmetry fixes a force whose spread is below SMALLEST_SPREAD;
+- atoms and structures are ranked by their forces, and only if every force has a label;
+- one sample, or noise that was never trained, has no spread.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pmlip import metrics, scores
+from pmlip.samples import PER_ATOM, SMALLEST_SPREAD, Outputs, Samples, mean_per_system
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Arrays with one row per entry, atom or structure."""
+
+    system: np.ndarray  # (row,) the structure of each row
+    arrays: Mapping[str, np.ndarray]  # name -> (row, ...)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.arrays[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.arrays
+
+    def __len__(self) -> int:
+        return len(self.system)
+
+    def where(self, mask: np.ndarray) -> "Rows":
+        return Rows(self.system[mask], {name: array[mask] for name, array in self.arrays.items()})
+
+
+NOTHING = Rows(np.zeros(0, dtype=int), {})
+
+
+class Columns:
+    """The rows of one output, each array computed once. Double precision; energies per atom."""
+
+    def __init__(
+        self,
+        output: str,
+        drawn: Samples,
+        *,
+        expected: Outputs,
+        point: Outputs,
+        target: Outputs,
+        crps: Tensor | None = None,
+    ) -> None:
+        """crps: per entry, if it is not the fair CRPS of the samples."""
+        self.output = output
+        self.system = drawn.system
+        self.systems = drawn.systems
+        self.count = drawn.count
+        self.has_spread = drawn.count > 1 and drawn.trained
+        self._divisor: Tensor | int = target.atoms_per_system if output == "energy" else 1
+        self._expected, self._point, self._crps = expected, point, crps
+        self.samples = drawn[output].double() / self._divisor  # (sample, system or atom, ...)
+        self.label = target[output].double() / self._divisor
+        self.mean = self.samples.mean(0)
+
+    @cached_property
+    def spread(self) -> Tensor:
+        """Standard deviation over samples, of the shape of the label; zero if there is no spread."""
+        return self.samples.std(0) if self.has_spread else torch.zeros_like(self.mean)
+
+    @cached_property
+    def sigma(self) -> Tensor:
+        """Width of the error of the sample mean: `metrics.predictive_sigma` of the spread."""
+        return math.sqrt(1 + 1 / self.count) * self.spread
+
+    @cached_property
+    def labelled(self) -> bool:
+        return bool(self.label.isfinite().any())
+
+    @cached_property
+    def present(self) -> Tensor:
+        """Which entries count, of the shape of the label."""
+        return self.label.isfinite() & self.mean.isfinite()
+
+    @cached_property
+    def free(self) -> Tensor:
+        """Which entries count and have a spread, of the shape of the label."""
+        return self.present & (self.spread > (SMALLEST_SPREAD if self.output == "forces" else 0))
+
+    @cached_property
+    def entries(self) -> Rows:
+        """Each component of each row whose label is present."""
+        arrays = {
+            "label": self.label,
+            "error": self.mean - self.label,
+            "expected_error": self._expected[self.output].double() / self._divisor - self.label,
+            "point_error": self._point[self.output].double() / self._divisor - self.label,
+            "crps": scores.fair_crps(self.samples, self.label) if self._crps is None else self._crps,
+        }
+        if self.has_spread:
+            arrays |= {"spread": self.spread, "sigma": self.sigma}
+        chosen = {name: array[self.present].numpy() for name, array in arrays.items()}
+        return Rows(self._system_of_entries[self.present].numpy(), chosen)
+
+    @cached_property
+    def free_entries(self) -> Rows:
+        """The entries with a spread, and whether the label lies in the 95 % interval."""
+        if not bool(self.free.any()):
+            return NOTHING
+        rows = self.entries.where(self.free[self.present].numpy())
+        covered = metrics.covered(rows["error"], rows["spread"], np.zeros(len(rows)), self.count)
+        return Rows(rows.system, {**rows.arrays, "covered": covered.astype(float)})
+
+    @cached_property
+    def atoms(self) -> Rows:
+        """Lengths of each atom's force error, force spread and force."""
+        if not self._ranked:
+            return NOTHING
+        vectors = {"error": self.mean - self.label, "spread": self.spread, "force": self.mean}
+        arrays = {name: torch.linalg.vector_norm(vector, dim=-1).numpy() for name, vector in vectors.items()}
+        return Rows(self.system.numpy(), arrays)
+
+    @cached_property
+    def free_atoms(self) -> Rows:
+        """The atoms of structures with a free force; symmetry fixes all forces of the others."""
+        return self.atoms.where(np.isin(self.atoms.system, self.system[self.free.any(-1)].numpy()))
+
+    @cached_property
+    def structures(self) -> Rows:
+        """Root mean squares of each structure's force errors, spreads and forces, and what is known of its samples."""
+        if not self._ranked:
+            return NOTHING
+        arrays = {"error": self.structure_error, "spread": self.structure_spread, "force": self.structure_force}
+        if self.count > 3:
+            arrays["swapped_error"], arrays["swapped_spread"] = self._each_sample_as_truth()
+        if bool(self.free.any()):
+            arrays["directions"] = metrics.effective_directions_per_system(self.samples, self.system)
+        return Rows(np.arange(self.systems), arrays)
+
+    @cached_property
+    def structure_error(self) -> np.ndarray:
+        """Root mean square force error of each structure; NaN where a label is missing."""
+        return self._root_mean_square(self.mean - self.label)
+
+    @cached_property
+    def structure_spread(self) -> np.ndarray:
+        return self._root_mean_square(self.spread)
+
+    @cached_property
+    def structure_force(self) -> np.ndarray:
+        return self._root_mean_square(self.mean)
+
+    @cached_property
+    def _ranked(self) -> bool:
+        return self.output == "forces" and self.has_spread and bool(self.present.all())
+
+    @cached_property
+    def _system_of_entries(self) -> Tensor:
+        rows = self.system if self.output in PER_ATOM else torch.arange(self.systems)
+        return rows.reshape(-1, *[1] * (self.label.dim() - 1)).expand_as(self.label)
+
+    def _root_mean_square(self, values: Tensor) -> np.ndarray:
+        found: np.ndarray = mean_per_system(values.square(), self.system, self.systems).sqrt().numpy()
+        return found
+
+    def _each_sample_as_truth(self) -> tuple[np.ndarray, np.ndarray]:
+        """Mean square error and variance of each structure, (structure, sample): the sample is the label of the others.
+
+        This is what a model would score whose spread is right.
+        """
+        total, squares = self.samples.sum(0), self.samples.square().sum(0)
+        errors, spreads = [], []
+        others = self.count - 1
+        for truth in self.samples:
+            mean = (total - truth) / others
+            variance = (squares - truth.square() - others * mean.square()) / (others - 1)
+            errors.append(mean_per_system((mean - truth).square(), self.system, self.systems).numpy())
+            spreads.append(mean_per_system(variance, self.system, self.systems).numpy())
+        return np.stack(errors, 1), np.stack(spreads, 1)
