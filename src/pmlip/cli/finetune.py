@@ -1,4 +1,4 @@
-"""pmlip finetune: from a file of DFT data to a model that tells how sure it is."""
+"""pmlip finetune: from a file of DFT data to a model that predicts an uncertainty."""
 
 import contextlib
 import dataclasses
@@ -8,97 +8,151 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
-import torch
-from ase import Atoms
-from lightning_fabric import Fabric
+import typer
 from rich.console import Console
 
-from pmlip import methods
-from pmlip.atomic_files import write_json
-from pmlip.backbones import load_backbone
-from pmlip.cli.calibrate import calibrate_and_say
+from pmlip.cli.calibrate import calibrate_and_print
 from pmlip.cli.checks import chosen, chosen_device, name_of_structure
+from pmlip.cli.options import (
+    AsJson,
+    Device,
+    EnergyKey,
+    ForcesKey,
+    SettingsFile,
+    StressKey,
+    Trust,
+    Weights,
+    options_of,
+    print_json,
+)
 from pmlip.cli.progress import progress_bar, resumable
-from pmlip.methods.base import FIXED_ATOMS, Method
-from pmlip.provenance import environment
-from pmlip.samples import SMALLEST_SPREAD
-from pmlip.structures.atoms import in_file, subsample
-from pmlip.structures.files import read_structures
-from pmlip.structures.labels import check_labels, labels
 from pmlip.training.config import FinetuneConfig
-from pmlip.training.finetuning import finetune, seconds_per_step
 
-FEWEST_FOR_CALIBRATION, MOST_FOR_CALIBRATION = 4, 64  # structures: below, one of them decides; above, it takes long
+if TYPE_CHECKING:
+    from ase import Atoms
+    from lightning_fabric import Fabric
+
+    from pmlip.methods.base import Method
+
+FEWEST_FOR_CALIBRATION, MOST_FOR_CALIBRATION = 4, 64  # structures: fewer are unreliable, more take long
 
 
-def run(
-    train: Path,
-    valid: Path | None,
+@options_of(FinetuneConfig)
+def finetune(
+    train: Annotated[Path, typer.Argument(help="Training structures with DFT labels: extxyz, ase.db, npz.")],
     *,
-    keys: Mapping[str, str | None],
-    count: int | None,
-    calibrated: bool,
-    backbone: str,
-    weights: Path | None,
-    trust: bool,
-    method: str,
-    options: Mapping[str, Any],
-    config: FinetuneConfig,
-    out: Path,
-    device: str | None,
-    tensorboard: bool,
-    dry_run: bool,
-    quiet: bool,
-) -> dict[str, Any]:
-    """The summary of the run, or what a dry run would do; empty for all processes but the first."""
+    settings_file: SettingsFile = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print all settings as TOML and the time of one step, without training."),
+    ] = False,
+    valid: Annotated[
+        Path | None,
+        typer.Option(
+            help="Validation structures with DFT labels. Default: a tenth of TRAIN, chosen at random, is held out.",
+            rich_help_panel="Data",
+        ),
+    ] = None,
+    count: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Train on this many structures of TRAIN, chosen at random; by default on all.",
+            rich_help_panel="Data",
+        ),
+    ] = None,
+    energy_key: EnergyKey = None,
+    forces_key: ForcesKey = None,
+    stress_key: StressKey = None,
+    backbone: Annotated[
+        str,
+        typer.Option(
+            help="Pretrained potential: chgnet, orb:orb_v3_direct_20_omat, sevenn:7net-0, mace.",
+            rich_help_panel="Model",
+        ),
+    ] = "chgnet",
+    weights: Weights = None,
+    trust: Trust = False,
+    method: Annotated[
+        str,
+        typer.Option(
+            help="Uncertainty method: p, p-ensemble, or for comparison deterministic, ensemble, blip, mc-dropout, ...",
+            rich_help_panel="Model",
+        ),
+    ] = "p",
+    option: Annotated[
+        list[str] | None,
+        typer.Option(help="Option of the method, for example members=5; repeatable.", rich_help_panel="Model"),
+    ] = None,
+    device: Device = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            help="Calibrate the spread on the validation structures after training.",
+            rich_help_panel="Noise",
+        ),
+    ] = True,
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Folder for the model and the state of the run; use a new one for each run.", rich_help_panel="Output"
+        ),
+    ] = Path("pmlip-model"),
+    tensorboard: Annotated[
+        bool, typer.Option(help="Write training curves for TensorBoard to OUT/tensorboard.", rich_help_panel="Output")
+    ] = False,
+    as_json: AsJson = False,
+    **settings: Any,
+) -> None:
+    """Fine-tune a pretrained potential on DFT data, so that it predicts an uncertainty.
+
+    To continue after an interruption, run the same command again. To use several processes: torchrun --nproc-per-node 2
+    -m pmlip finetune ...
+
+    Example: pmlip finetune silica.extxyz --backbone chgnet --epochs 20 --out p-chgnet
+    """
+    import torch
+
+    from pmlip import methods
+    from pmlip.atomic_files import write_json
+    from pmlip.backbones import load_backbone
+    from pmlip.provenance import environment
+    from pmlip.training import finetuning
+
+    config, options = FinetuneConfig(**settings), _options(option or [])
     if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file; give a folder for the files of this run")
+        raise ValueError(f"--out {out} is a file; give a folder")
     fabric = _fabric(device)
-    console = Console(quiet=quiet or fabric.global_rank > 0, stderr=dry_run)  # a dry run prints a settings file
+    # a dry run prints a settings file to stdout, so all else goes to stderr
+    console = Console(quiet=as_json or fabric.global_rank > 0, stderr=dry_run)
     if tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ImportError("curves for TensorBoard need: pip install tensorboard")
-    torch.manual_seed(config.seed)  # of what a method adds to the backbone; the same in all processes
+        raise ImportError("--tensorboard needs: pip install tensorboard")
+    torch.manual_seed(config.seed)  # of the parameters that a method adds; the same in all processes
     trained = methods.make(method, load_backbone(backbone, weights=weights, trust=trust), **options)
-    structures, held_out = [], []
-    for file in [train] if valid is None else [train, valid]:
-        read, found = read_structures(file, **keys)
-        console.print(str(found))
-        if "forces" in config.learned:
-            found.require("forces")
-        with in_file(file):
-            check_labels(read, config.learned, missing=config.missing)
-        if valid is None:
-            kept, held = _split(len(read), count, config.seed, file)
-            console.print(f"held out for validation: {len(held)} of them, chosen by the seed; to train on: {len(kept)}")
-        else:
-            everything = list(range(len(read)))
-            kept, held = (chosen(len(read), count, config.seed, file), []) if file is train else ([], everything)
-        with in_file(file):
-            trained.backbone.check(read, [*kept, *held])
-        structures += [read[i] for i in kept]
-        held_out += [read[i] for i in held]
+    keys = {"energy_key": energy_key, "forces_key": forces_key, "stress_key": stress_key}
+    structures, held_out = _read(train, valid, keys=keys, count=count, config=config, trained=trained, console=console)
     if dry_run:
         given: dict[str, Any] = {
             "train": train,
             "valid": valid,
             **keys,
             "count": count,
-            "calibrate": calibrated,
+            "calibrate": calibrate,
             "backbone": backbone,
             "weights": weights,
         }
         given |= {"trust": trust, "method": method, "option": [f"{name}={value}" for name, value in options.items()]}
         given |= {"out": out, "device": device, "tensorboard": tensorboard, **dataclasses.asdict(config)}
-        seconds, steps = seconds_per_step(trained, structures, config, fabric), config.steps_for(len(structures))
-        steps *= len(trained.parts())
+        seconds = finetuning.seconds_per_step(trained, structures, config, fabric)
+        steps = config.steps_for(len(structures)) * len(trained.parts())
         if not console.quiet:
             print(as_toml(given))
             print(f"# {steps} steps of {seconds:.2f} s: about {steps * seconds / 60:.0f} minutes")
         shown = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
-        return {"settings": shown, "steps": steps, "seconds_per_step": seconds}
+        print_json({"settings": shown, "steps": steps, "seconds_per_step": seconds}, as_json)
+        return
     curves = out / "tensorboard" if tensorboard and fabric.global_rank == 0 else None
     with progress_bar(console) as bar, _tensorboard(curves) as write_curves:
         task = bar.add_task("fine-tuning", total=None)
@@ -114,11 +168,11 @@ def run(
 
         with resumable(console), warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: console.print(f"warning: {train}: {message}", markup=False)
-            result = finetune(
+            result = finetuning.finetune(
                 trained, structures, valid=held_out, config=config, folder=out, fabric=fabric, progress=show
             )
     if fabric.global_rank:
-        return {}
+        return
     trained.record = {
         "train": {"file": train.name, "structures": len(structures)},
         "valid": {"file": valid.name if valid else train.name, "structures": len(held_out)},
@@ -133,27 +187,43 @@ def run(
         },
         **environment(),
     }
-    if calibrated and trained.calibrated_at_end:
+    if calibrate and trained.calibrated_at_end:
         data = valid.name if valid else f"what was held out of {train.name}"
-        trained.save(out / "model.pt")  # nothing that happens now costs the run
+        trained.save(out / "model.pt")  # so that an error in the calibration does not lose the run
         _calibrate(trained, held_out, data, console)
     trained.save(out / "model.pt")
     summary = {"backbone": backbone, "method": method, "options": dict(options), **trained.record}
     summary["seen"] = [name_of_structure(atoms) for atoms in (*structures, *held_out)]
     write_json(out / "summary.json", summary)
-    console.print(f"{result.steps} steps in {result.seconds:.0f} s; the model is {out / 'model.pt'}")
+    console.print(f"{result.steps} steps in {result.seconds:.0f} s; the model was written to {out / 'model.pt'}")
     console.print(f"next: pmlip evaluate {out / 'model.pt'} TEST.extxyz --report report.html")
-    return summary
+    print_json(summary, as_json)
 
 
-def _fabric(device: str | None) -> Fabric:
-    """One process on this device, or those that torchrun started; a GPU each where there are any."""
+def _options(pairs: Sequence[str]) -> dict[str, float | int]:
+    """The options of a method, from name=number."""
+    options: dict[str, float | int] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        try:
+            options[name.replace("-", "_")] = int(value) if value.isdecimal() else float(value)
+        except ValueError:
+            equals = ""
+        if not equals:
+            raise ValueError(f"an option of a method is written name=number, got {pair!r}")
+    return options
+
+
+def _fabric(device: str | None) -> "Fabric":
+    """One process on this device, or the processes that torchrun started, with a GPU each if there are any."""
+    from lightning_fabric import Fabric
+
     world, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     accelerator, _, index = chosen_device(device).partition(":")
     if world == 1:
         return Fabric(accelerator=accelerator, devices=[int(index)] if index else 1)
     if index:
-        raise ValueError(f"torchrun gives each process a device of its own, so give {accelerator!r}, not {device!r}")
+        raise ValueError(f"torchrun assigns a device to each process, so give --device {accelerator}, not {device}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fabric = Fabric(accelerator=accelerator, devices=local, num_nodes=world // local, strategy="ddp")
@@ -161,27 +231,71 @@ def _fabric(device: str | None) -> Fabric:
     return fabric
 
 
-def _calibrate(trained: Method, held_out: Sequence[Atoms], data: str, console: Console) -> None:
-    """Scale the spread to the validation data, as far as they allow."""
-    usable = [atoms for atoms in held_out if _tells_of_errors(atoms)]
+def _read(
+    train: Path,
+    valid: Path | None,
+    *,
+    keys: Mapping[str, str | None],
+    count: int | None,
+    config: FinetuneConfig,
+    trained: "Method",
+    console: Console,
+) -> "tuple[list[Atoms], list[Atoms]]":
+    """The structures to train on and those to hold out for validation, checked for labels and known elements."""
+    from pmlip.structures.atoms import in_file
+    from pmlip.structures.files import read_structures
+    from pmlip.structures.labels import check_labels
+
+    structures, held_out = [], []
+    for file in [train] if valid is None else [train, valid]:
+        read, found = read_structures(file, **keys)
+        console.print(str(found))
+        if "forces" in config.learned:
+            found.require("forces")
+        with in_file(file):
+            check_labels(read, config.learned, missing=config.missing)
+        if valid is None:
+            kept, held = _split(len(read), count, config.seed, file)
+            console.print(f"held out for validation, chosen at random: {len(held)} structures; training: {len(kept)}")
+        else:
+            everything = list(range(len(read)))
+            kept, held = (chosen(len(read), count, config.seed, file), []) if file is train else ([], everything)
+        with in_file(file):
+            trained.backbone.check(read, [*kept, *held])
+        structures += [read[i] for i in kept]
+        held_out += [read[i] for i in held]
+    return structures, held_out
+
+
+def _calibrate(trained: "Method", held_out: "Sequence[Atoms]", data: str, console: Console) -> None:
+    """Calibrate the spread on the validation structures, if there are enough of them."""
+    from pmlip.methods.base import FIXED_ATOMS
+    from pmlip.structures.atoms import subsample
+
+    usable = [atoms for atoms in held_out if _has_free_forces(atoms)]
     if len(usable) < FEWEST_FOR_CALIBRATION:
         console.print(
-            f"{len(usable)} validation structures with forces other than zero are too few to scale the spread to: it "
-            "is as trained; `pmlip calibrate` scales it to others"
+            f"The spread was not calibrated: it takes at least {FEWEST_FOR_CALIBRATION} validation structures with "
+            f"non-zero forces, and there are {len(usable)}. Use `pmlip calibrate` with other structures."
         )
         return
     some = subsample(usable, MOST_FOR_CALIBRATION)
-    calibrate_and_say(trained, some, data=data, chunk_atoms=FIXED_ATOMS, console=console)
+    calibrate_and_print(trained, some, data=data, chunk_atoms=FIXED_ATOMS, console=console)
 
 
-def _tells_of_errors(atoms: Atoms) -> bool:
-    """Whether it has forces that symmetry does not fix."""
+def _has_free_forces(atoms: "Atoms") -> bool:
+    """Whether it has forces that symmetry does not fix at zero."""
+    from pmlip.samples import SMALLEST_SPREAD
+    from pmlip.structures.labels import labels
+
     forces = labels([atoms]).forces
     return bool(forces.isfinite().all() and (forces.abs() > SMALLEST_SPREAD).any())
 
 
 def _split(available: int, count: int | None, seed: int, path: Path) -> tuple[list[int], list[int]]:
-    """Which to train on (`count`, if given), and which to hold out: a tenth, at least 4 of those of 16 or more."""
+    """Indices to train on (`count` of them, if given) and to hold out: a tenth, at least 2, and at least 4 of 16."""
+    import numpy as np
+
     wanted = available if count is None else count
     held = max(4 if wanted >= 16 else 2, round(0.1 * wanted))
     if available < 4 or (count is not None and count + held > available):
@@ -194,7 +308,7 @@ def _split(available: int, count: int | None, seed: int, path: Path) -> tuple[li
 
 
 def as_toml(settings: Mapping[str, Any]) -> str:
-    """The settings as a file that `--settings` takes; TOML has no word for what is not set."""
+    """The settings as a file for `--settings`; those that are None are left out, since TOML has no null."""
     lines = [
         f"{name} = {json.dumps(str(value) if isinstance(value, Path) else value)}"
         for name, value in settings.items()
@@ -205,7 +319,7 @@ def as_toml(settings: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _tensorboard(folder: Path | None) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
-    """A function (step, latest) that writes curves to this folder as they grow; None: nowhere."""
+    """A function (step, latest) that adds a point to the curves in this folder; does nothing if it is None."""
     if folder is None:
         yield lambda step, latest: None
         return
@@ -214,9 +328,9 @@ def _tensorboard(folder: Path | None) -> Iterator[Callable[[int, Mapping[str, fl
     writers: list[SummaryWriter] = []
 
     def write(step: int, latest: Mapping[str, float]) -> None:
-        if not latest:  # this is where a run goes on
+        if not latest:  # a run that continues starts here
             return
-        if not writers:  # steps that an interrupted run made after its last save are made again
+        if not writers:  # an interrupted run repeats the steps after its last save
             writers.append(SummaryWriter(folder, purge_step=step, flush_secs=10))
         for name, value in latest.items():
             writers[0].add_scalar(name, value, step)

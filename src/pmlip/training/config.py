@@ -44,12 +44,18 @@ class FinetuneConfig:
     warm_up: float = setting(
         0.2, "Fraction of the steps in which learning rates rise linearly; a cosine decay follows."
     )
-    last_rate: float = setting(0.3, "Learning rates at the last step, as a fraction of their peak.")
-    clip: float = setting(10.0, "Largest gradient norm; larger gradients are scaled down to it.")
+    last_rate: float = setting(
+        0.3, "Learning rates at the last step, as a fraction of their peak; 0 suits MC dropout better."
+    )
+    clip: float = setting(
+        10.0, "Largest gradient norm, larger gradients are scaled down to it; lower it if training is unstable."
+    )
     second_moment: float = setting(
         0.98, "AdamW's beta2, the decay of the squared gradients; losses can jump at the usual 0.999."
     )
-    average: float = setting(0.98, "Decay of the running mean of the weights; the model keeps this mean.")
+    average: float = setting(
+        0.98, "Decay of the running mean of the weights, which becomes the model; 0 uses the weights as they are."
+    )
     energy: float = setting(
         0.05,
         "Weight of the energy error in the loss, relative to its value before fine-tuning; 0 ignores energies.",
@@ -62,7 +68,7 @@ class FinetuneConfig:
         1.0, "Weight of the force error of the noise-free prediction, as a multiple of the force weight."
     )
     common_energy: float = setting(
-        0.1, "Factor on the batch-mean energy error in the loss; has no effect without energy offsets."
+        0.1, "Factor on the batch-mean energy error in the loss; 1 favours energies over forces. Needs offsets."
     )
     forces: float = setting(1.0, "Weight of the force error in the loss; 0 ignores forces.", group="Training")
     stress: float = setting(
@@ -89,8 +95,12 @@ class FinetuneConfig:
     missing: bool = setting(
         False, "Accept structures that lack a label other structures have; otherwise they are an error.", group="Data"
     )
-    validations: int = setting(10, "How often the validation set is scored during training.")
-    validation_samples: int = setting(16, "Noise samples per structure in each validation.")
+    validations: int = setting(
+        10, "How often the validation set is scored; the best-scored weights are kept. More cost time."
+    )
+    validation_samples: int = setting(
+        16, "Noise samples per structure in each validation; more give a more reliable score and cost time."
+    )
     patience: int | None = setting(
         None, "Stop after this many validations without improvement. Default: never.", group="Training"
     )
