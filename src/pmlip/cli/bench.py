@@ -3,6 +3,6 @@
 try:
     from pmlip_bench.cli import bench
 except ModuleNotFoundError as error:
-    raise ImportError(f"the benchmarks need {error.name}: pip install 'pmlip[bench]'") from error
+    raise ImportError("the benchmarks need: pip install 'pmlip[bench]'") from error
 
 __all__ = ["bench"]
