@@ -52,7 +52,7 @@ class Origin:
         if self.adapter and other.weights != self.weights:
             raise CheckpointError(
                 f"the model was made from {self.name} with weights {self.weights[:12]}, but this backbone has "
-                f"{other.weights[:12]}; give the file it came from with --weights (weights=PATH)"
+                f"{other.weights[:12]}; pass the file of the original weights as weights=PATH"
             )
 
 
@@ -105,7 +105,7 @@ def read(path: str | Path) -> Checkpoint:
     if content["version"] > FORMAT_VERSION:
         raise CheckpointError(
             f"{path} has format {content['version']}, written by pmlip {content['versions']['pmlip']}; this one "
-            f"reads up to format {FORMAT_VERSION}: pip install --upgrade pmlip"
+            f"reads up to format {FORMAT_VERSION}: pip install -U pmlip"
         )
     return Checkpoint(
         Origin(**content["origin"]),

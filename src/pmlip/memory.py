@@ -3,8 +3,6 @@
 import ctypes
 import platform
 
-import torch
-
 TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4  # names and numbers of glibc's malloc.h
 
 
@@ -24,5 +22,7 @@ def keep_freed_memory() -> None:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether torch or Python ran out of memory."""
+    import torch  # here, since the command line imports this module before it knows that it needs torch
+
     # on a CPU torch raises a plain RuntimeError, and only its text tells
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

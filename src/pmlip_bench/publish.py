@@ -53,7 +53,7 @@ def with_deviation(value: dict[str, float], scale: float = 1.0, digits: int = 2)
 def check_installed() -> None:
     """Refuse to begin where no figure could be drawn in the end."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("the figure needs: pip install 'pmlip[report]'")
+        raise ImportError("the figure needs matplotlib: pip install 'pmlip[bench]'")
 
 
 def empty_figure(width: float, height: float) -> "Figure":

@@ -128,8 +128,8 @@ def check_settings(file: Path, stored: dict[str, Any], wanted: dict[str, Any]) -
     if place := _difference(stored, wanted):
         name, there, here = place
         raise ValueError(
-            f"{file} was made with other settings ({name} = {there!r}, now {here!r}); ask for the same, or give "
-            "another folder with --out"
+            f"{file} was made with other settings ({name} = {there!r}, now {here!r}); use the same settings, or "
+            "another folder (folder=...)"
         )
 
 

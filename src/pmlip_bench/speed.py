@@ -58,7 +58,7 @@ def measure_crps(console: Console) -> dict[str, Any]:
     try:
         import scoringrules
     except ImportError as error:
-        raise ImportError("the speed of the CRPS is measured beside scoringrules: pip install scoringrules") from error
+        raise ImportError("the CRPS is compared with scoringrules: pip install 'pmlip[bench]'") from error
 
     def numba(samples: Tensor, target: Tensor) -> Any:
         return scoringrules.crps_ensemble(target.numpy(), samples.T.numpy(), estimator="pwm", backend="numba")

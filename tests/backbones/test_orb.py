@@ -142,7 +142,7 @@ def test_a_download_that_fails_says_what_to_do(monkeypatch):
         raise OSError("no network")
 
     monkeypatch.setattr(package, "cached_path", refuse)
-    with pytest.raises(ConnectionError, match=r"could not be downloaded .* fetch https://.*ckpt .* --weights"):
+    with pytest.raises(ConnectionError, match=r"could not be downloaded .* fetch https://.*ckpt .* weights=PATH"):
         pmlip.load_backbone("orb:orb-v3-direct-20-omat")
 
 

@@ -98,7 +98,9 @@ def test_weights_in_a_local_file(backbone, tmp_path):
         assert torch.equal(value, changed.module.state_dict()[name])
     randomise_noise(pmlip.perturb(changed)).save(tmp_path / "model.pt")
     assert pmlip.load(tmp_path / "model.pt", weights=tmp_path / "changed.pth").trained
-    with pytest.raises(ValueError, match=r"made from sevenn:7net-0 with weights .*; give the file it came from"):
+    with pytest.raises(
+        ValueError, match=r"made from sevenn:7net-0 with weights .*; pass the file of the original weights"
+    ):
         pmlip.load(tmp_path / "model.pt")
     with pytest.raises(FileNotFoundError, match="there is no file of weights"):
         pmlip.load_backbone("sevenn", weights=tmp_path / "none.pth")

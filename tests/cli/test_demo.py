@@ -1,10 +1,10 @@
 from pathlib import Path
 
 import pytest
-from rich.console import Console
+from typer.testing import CliRunner
 
 import pmlip
-from pmlip.cli import demo
+from pmlip.cli import app, demo
 
 pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
 
@@ -12,10 +12,10 @@ pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
 def test_the_demo_trains_shows_and_saves(tmp_path: Path, monkeypatch):
     for name, small in (("TRAINING", 8), ("VALIDATION", 2), ("TEST_SAMPLES", 3)):
         monkeypatch.setattr(demo, name, small)
-    console = Console(record=True, width=140)
-    demo.run(tmp_path, steps=2, seed=0, console=console)
-    text = console.export_text()
-    rows = [line for line in text.splitlines() if any(f" {name} " in line for name in demo.TESTS.values())]
+    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path), "--steps", "2"], env={"COLUMNS": "140"})
+    assert result.exit_code == 0, result.output
+    rows = [line for line in result.stdout.splitlines() if any(f" {name} " in line for name in demo.TESTS.values())]
+    rows = [line for line in rows if line.startswith("│")]  # of the table, not of the progress bar
     assert len(rows) == len(demo.TESTS)
     numbers = [float(cell) for cell in rows[-1].split("│")[2:-1]]  # MAE, CRPS, ..., AUROC
     assert 0 <= numbers[-1] <= 1

@@ -158,7 +158,7 @@ def test_a_prediction_is_not_taken_for_a_label_unless_asked_to(tmp_path):
     made = structures(2)
     made[1].info["energy_uncertainty"] = 0.1
     write(tmp_path / "data.extxyz", made)
-    with pytest.raises(ValueError, match=r"structure 1 .* 'energy' is probably a prediction; .* --energy-key energy"):
+    with pytest.raises(ValueError, match=r"structure 1 .* 'energy' is probably a prediction; .* energy_key='energy'"):
         read_structures(tmp_path / "data.extxyz")
     keys = {f"{label}_key": label for label in ("energy", "forces", "stress")}
     assert_same_labels(read_structures(tmp_path / "data.extxyz", **keys)[0], made)
@@ -186,7 +186,9 @@ def test_a_second_name_for_the_same_label_is_not_overlooked(tmp_path):
     first, second = structures(2)
     mixed = [renamed(first, {"energy": "REF_energy", "forces": "REF_forces"}), second]
     write(tmp_path / "data.extxyz", mixed)
-    with pytest.raises(ValueError, match=r"structure 1 \(ClNa\): its energy is called 'energy', that of others 'REF_e"):
+    with pytest.raises(
+        ValueError, match=r"structure 1 \(ClNa\): its energy is called 'energy', in other structures 'REF_e"
+    ):
         read_structures(tmp_path / "data.extxyz")
     read, found = read_structures(tmp_path / "data.extxyz", energy_key="energy", forces_key="forces")
     assert found.labels["energy"] == ("energy", 1)
@@ -195,7 +197,7 @@ def test_a_second_name_for_the_same_label_is_not_overlooked(tmp_path):
     virial.info["virial"] = np.eye(3)
     write(tmp_path / "data.extxyz", [second, virial])
     with pytest.raises(
-        ValueError, match=r"structure 1 \(ClNa\): its stress is called 'virial', that of others 'stress'"
+        ValueError, match=r"structure 1 \(ClNa\): its stress is called 'virial', in other structures 'stress'"
     ):
         read_structures(tmp_path / "data.extxyz")
 

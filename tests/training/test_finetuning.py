@@ -204,7 +204,7 @@ def test_a_folder_belongs_to_a_model_of_one_part_or_of_several(tmp_path):
     for first, second in ((model, ensemble), (ensemble, model)):
         folder = tmp_path / first.__name__
         finetune(first(), molecules(8), config=short, folder=folder)
-        with pytest.raises(ValueError, match=r"last\.pt belongs to a run with another method; give another folder"):
+        with pytest.raises(ValueError, match=r"last\.pt belongs to a run with another method; use another folder"):
             finetune(second(), molecules(8), config=short, folder=folder)
 
 
@@ -234,7 +234,7 @@ def test_a_step_that_does_not_fit_into_memory_says_what_helps(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(losses, "backpropagate", full)
-    with pytest.raises(MemoryError, match=r"does not fit into memory; take fewer samples at once with chunk=1"):
+    with pytest.raises(MemoryError, match=r"does not fit into memory; run the samples one by one with chunk=1"):
         finetune(model(), molecules(8), config=CONFIG)
 
 

@@ -274,8 +274,8 @@ class CHGNetBackbone(Backbone):
     def shift_references(self, offsets: Mapping[int, float]) -> None:
         if self.module.composition_model is None:
             raise ValueError(
-                "this CHGNet has no composition model that could hold energy references; leave them out with "
-                "--no-offsets (offsets=False)"
+                "this CHGNet has no composition model to store energy offsets in; pass offsets=False to train without "
+                "them"
             )
         weight = self.module.composition_model.fc.weight
         with torch.no_grad():

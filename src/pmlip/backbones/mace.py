@@ -123,15 +123,14 @@ def load(
     """A MACE from a local model file; the variant is its head, where it has several."""
     if weights is None:
         raise ValueError(
-            "MACE brings no weights; download a model and give the file with --weights (weights=PATH), and --trust "
-            "(trust=True)"
+            "the MACE package includes no weights; download a model, and pass its file as weights=PATH with trust=True"
         )
     if not Path(weights).is_file():
         raise FileNotFoundError(f"there is no file of weights {weights}")
     if not trust:
         raise ValueError(
-            f"{weights} is a MACE model, a pickle, and reading a pickle can execute any code that is in it; if you "
-            "know where it comes from, say --trust (trust=True)"
+            f"{weights} is a MACE model, which is a pickle and can execute code when it is loaded; if you trust its "
+            "source, pass trust=True"
         )
     try:
         module = torch.load(weights, map_location="cpu", weights_only=False)

@@ -244,7 +244,7 @@ def load(variant: str = "", *, weights: str | Path | None = None, device: str = 
                 raise ValueError(f"{weights} does not hold the weights of {variant}: {first_reason(error)}") from error
             raise ConnectionError(
                 f"the weights of {variant} could not be downloaded ({type(error).__name__}); fetch {address} on "
-                "another machine and give the file with --weights (weights=PATH)"
+                "another machine and pass the file as weights=PATH"
             ) from error
     return OrbBackbone(module.eval(), variant).to(device)
 

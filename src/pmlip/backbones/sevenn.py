@@ -124,8 +124,8 @@ class SevenNetBackbone(Backbone):
         if isinstance(rescale, Rescale):
             if len(offsets) < len(self.elements) or len(set(offsets.values())) > 1:
                 raise ValueError(
-                    "this SevenNet shifts all elements alike: it has no references for each of them; leave the offsets "
-                    "out with --no-offsets (offsets=False)"
+                    "this SevenNet has one energy offset for all elements, not one for each; pass offsets=False to "
+                    "train without offsets"
                 )
             with torch.no_grad():
                 rescale.shift += next(iter(offsets.values()))

@@ -1,65 +1,96 @@
-"""pmlip calibrate: the spread of a model scaled by one factor, fitted on structures it was not trained on."""
+"""pmlip calibrate: scale the spread of a model to its errors on structures it was not trained on."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ase import Atoms
+import typer
 from rich.console import Console
 
-from pmlip.calibration import calibrate
 from pmlip.cli.checks import check_new_file, chosen_device
+from pmlip.cli.options import (
+    AsJson,
+    Device,
+    EnergyKey,
+    ForcesKey,
+    Model,
+    SettingsFile,
+    StressKey,
+    Trust,
+    Weights,
+    print_json,
+)
 from pmlip.cli.progress import counter, progress_bar
-from pmlip.loading import load
-from pmlip.methods.base import Method
-from pmlip.spread_fit import LEVEL
-from pmlip.structures.atoms import in_file
-from pmlip.structures.files import read_structures
+
+if TYPE_CHECKING:
+    from ase import Atoms
+
+    from pmlip.methods.base import Method
 
 
-def run(
-    path: Path,
-    data: Path,
+def calibrate(
+    model: Model,
+    data: Annotated[Path, typer.Argument(help="Structures with DFT forces that the model was not trained on.")],
     *,
-    out: Path,
-    keys: Mapping[str, str | None],
-    samples: int,
-    seed: int,
-    level: float,
-    weights: Path | None,
-    trust: bool,
-    device: str | None,
-    console: Console,
-) -> dict[str, Any]:
+    samples: Annotated[
+        int, typer.Option(min=3, help="Samples K; give the number that you will use for predictions.")
+    ] = 16,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
+    level: Annotated[
+        float, typer.Option(help="Coverage of the conformal intervals; a higher level needs more structures.")
+    ] = 0.95,
+    settings_file: SettingsFile = None,
+    energy_key: EnergyKey = None,
+    forces_key: ForcesKey = None,
+    stress_key: StressKey = None,
+    weights: Weights = None,
+    trust: Trust = False,
+    device: Device = None,
+    out: Annotated[
+        Path, typer.Option(help="File of the calibrated model. It must not exist yet.", rich_help_panel="Output")
+    ] = Path("calibrated.pt"),
+    as_json: AsJson = False,
+) -> None:
+    """Scale the spread of a model by one factor, fitted to its errors on held-out structures.
+
+    Example: pmlip calibrate p-chgnet/model.pt valid.extxyz --out p-chgnet/calibrated.pt
+    """
+    from pmlip.loading import load
+    from pmlip.structures.atoms import in_file
+    from pmlip.structures.files import read_structures
+
+    console = Console(quiet=as_json)
     check_new_file(out)
-    loaded = load(path, weights=weights, trust=trust, device=chosen_device(device))
-    structures, found = read_structures(data, **keys)
+    loaded = load(model, weights=weights, trust=trust, device=chosen_device(device))
+    structures, found = read_structures(data, energy_key=energy_key, forces_key=forces_key, stress_key=stress_key)
     console.print(str(found))
     with in_file(data):
         loaded.backbone.check(structures, range(len(structures)))
-    record = calibrate_and_say(
+    record = calibrate_and_print(
         loaded, structures, data=data.name, samples=samples, seed=seed, level=level, console=console
     )
     loaded.save(out)
-    console.print(f"the scaled model is {out}")
-    return record
+    console.print(f"the calibrated model was written to {out}")
+    print_json(record, as_json)
 
 
-def calibrate_and_say(
-    trained: Method,
-    structures: Sequence[Atoms],
+def calibrate_and_print(
+    trained: "Method",
+    structures: "Sequence[Atoms]",
     *,
     data: str,
     samples: int = 16,
     seed: int = 0,
-    level: float = LEVEL,
+    level: float = 0.95,
     chunk_atoms: int | None = None,
     console: Console,
 ) -> dict[str, Any]:
-    """Calibrate a model in place on the structures that `data` names, say what that gave, and put it on its record."""
+    """Calibrate a model in place, print the result, and add it to the record of the model; data: name of the file."""
+    from pmlip import calibration
+
     with progress_bar(console) as bar:
-        result = calibrate(
+        result = calibration.calibrate(
             trained,
             structures,
             samples=samples,
@@ -71,15 +102,15 @@ def calibrate_and_say(
         )
     (before, after), (ratio_before, ratio_after) = result.crps, result.ssr
     console.print(
-        f"The spread was scaled by {result.factor:.2f}: SSR {ratio_before:.2f} -> {ratio_after:.2f}, CRPS of the "
+        f"The spread was multiplied by {result.factor:.2f}: SSR {ratio_before:.2f} -> {ratio_after:.2f}, CRPS of the "
         f"forces {1e3 * before:.1f} -> {1e3 * after:.1f} meV/Å on {result.structures} structures."
     )
     if result.conformal is None:
-        console.print(f"Intervals of guaranteed {level:.0%} coverage need more than {result.structures} structures.")
+        console.print(f"Intervals with guaranteed {level:.0%} coverage need more than {result.structures} structures.")
     else:
         console.print(
-            f"With {result.samples} samples, a force component of a structure like these lies within mean ± "
-            f"{result.conformal:.2f} sigma with at least {level:.0%} probability (conformal); sigma is the spread "
-            "times sqrt(1 + 1/K)."
+            f"With {result.samples} samples, a force component of a similar structure lies within mean ± "
+            f"{result.conformal:.2f} sigma with a probability of at least {level:.0%} (conformal interval); sigma is "
+            "the spread times sqrt(1 + 1/K)."
         )
     return asdict(result)

@@ -1,29 +1,29 @@
-"""What several commands check before they begin."""
+"""Checks of the input that several commands make before they start."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-from ase import Atoms
-
-from pmlip.structures.labels import fingerprint
+if TYPE_CHECKING:
+    from ase import Atoms
 
 
 def chosen_device(given: str | None) -> str:
-    """The device that was asked for, if it is there; otherwise a GPU where there is one."""
+    """The given device, if it is available; by default a GPU if there is one."""
+    import torch
+
     if given is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.empty(0, device=given)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"there is no device {given!r} here: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"device {given!r} is not available: {str(error).splitlines()[0]}") from error
     return given
 
 
 def check_folder(path: Path) -> None:
-    """Find out now whether a file can be written there."""
+    """Raise an error now, before a long run, if the folder of a file to be written does not exist."""
     if not path.resolve().parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to")
+        raise FileNotFoundError(f"cannot write {path.name}: there is no folder {path.parent}")
 
 
 def check_new_file(path: Path) -> None:
@@ -32,14 +32,19 @@ def check_new_file(path: Path) -> None:
         raise ValueError(f"{path} exists already; remove it, or give another name")
 
 
-def name_of_structure(atoms: Atoms) -> str:
-    """What a run calls a structure it has seen: without labels, or --exclude would miss it when others are read."""
+def name_of_structure(atoms: "Atoms") -> str:
+    """A hash of the structure without its labels, so that --exclude finds it also if other labels are read."""
+    from pmlip.structures.labels import fingerprint
+
     return fingerprint([atoms])[:16]
 
 
 def chosen(available: int, count: int | None, seed: int, path: Path) -> list[int]:
+    """Indices of `count` structures drawn at random from those available; of all by default."""
+    import numpy as np
+
     if count is None:
         return list(range(available))
     if count > available:
-        raise ValueError(f"{count} structures were asked for, but {path} holds {available} to choose from")
+        raise ValueError(f"--count {count} is too large: {path} has {available} structures to choose from")
     return sorted(np.random.default_rng([seed, 3]).permutation(available)[:count].tolist())

@@ -1,29 +1,24 @@
-"""The demo: CHGNet fine-tuned on the silica set that ships with pmlip, and how much it knows of its own errors."""
+"""pmlip demo: CHGNet fine-tuned on the silica data included in pmlip, and its spread compared with its error."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from pmlip import datasets
-from pmlip.atomic_files import atomic_write
-from pmlip.backbones import load_backbone
-from pmlip.calibration import calibrate
+from pmlip.cli.options import AsJson, print_json
 from pmlip.cli.progress import resumable
-from pmlip.cli.score_table import force_table
-from pmlip.evaluation import Evaluation, as_record, evaluate
-from pmlip.methods.p import Potential, perturb
-from pmlip.report import check_installed, plots, write_report
-from pmlip.structures.labels import labels
-from pmlip.training.config import FinetuneConfig
-from pmlip.training.finetuning import finetune
+
+if TYPE_CHECKING:
+    from pmlip.evaluation import Evaluation
+    from pmlip.methods.p import Potential
 
 TRAINING, VALIDATION = 64, 16  # structures
 TEST_SAMPLES = 16
 SHOWN = ("mae_expected", "crps", "ssr", "spearman_atom", "spearman_atom_of_force")  # scores
-STEP_COST = 2.5  # a pass of a training step against one without gradients, for the estimate of the time left
+STEP_COST = 2.5  # cost of a pass with gradients, relative to one without; for the estimate of the time left
 TESTS = {
     "test": "as in training",
     "hot": "1500 to 3000 K",
@@ -32,22 +27,50 @@ TESTS = {
 }
 
 
-def run(out: Path, *, steps: int, seed: int, console: Console) -> dict[str, Any]:
-    """Gives the scores of each set of structures."""
+def demo(
+    steps: Annotated[
+        int, typer.Option(min=1, help="Training steps; fewer are faster and give a less accurate model.")
+    ] = 300,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of training and sampling.")] = 0,
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Folder for the report, figures and model; an interrupted demo continues from it.",
+            rich_help_panel="Output",
+        ),
+    ] = Path("pmlip-demo"),
+    as_json: AsJson = False,
+) -> None:
+    """Fine-tune CHGNet on the silica data included in pmlip, and compare its spread with its error.
+
+    Example: pmlip demo --steps 100
+    """
+    from pmlip import datasets
+    from pmlip.backbones import load_backbone
+    from pmlip.calibration import calibrate
+    from pmlip.cli.score_table import force_table
+    from pmlip.evaluation import as_record, evaluate
+    from pmlip.methods.p import perturb
+    from pmlip.report import check_installed
+    from pmlip.structures.labels import labels
+    from pmlip.training.config import FinetuneConfig
+    from pmlip.training.finetuning import finetune
+
+    console = Console(quiet=as_json)
     check_installed()
     train, valid = datasets.silica_pbe("train")[:TRAINING], datasets.silica_pbe("valid")[:VALIDATION]
     tests = {name: datasets.silica_pbe(name) for name in TESTS}
     model = perturb(load_backbone("chgnet"))
     console.print(
-        f"CHGNet 0.3.0 with noise at {len(model.sites)} places is fine-tuned on {len(train)} structures of quartz and "
-        f"cristobalite with PBE energies, forces and stress, and asked {TEST_SAMPLES} times about each of "
-        f"{sum(map(len, tests.values()))} others."
+        f"CHGNet 0.3.0 with noise at {len(model.sites)} sites is fine-tuned on {len(train)} structures of quartz and "
+        f"cristobalite with PBE energies, forces and stress. It then predicts {sum(map(len, tests.values()))} other "
+        f"structures with {TEST_SAMPLES} samples each."
     )
     before = float((model.predict(tests["test"]).forces - labels(tests["test"]).forces).abs().mean())
     config = FinetuneConfig(steps=steps, seed=seed)
-    passes = STEP_COST * steps * config.batch * (config.samples + 1)  # and one without noise
+    passes = STEP_COST * steps * config.batch * (config.samples + 1)  # and one pass without noise
     passes += config.validations * len(valid) * config.validation_samples
-    calibrating = 2 * TEST_SAMPLES * len(valid)  # in two rounds, as a rule
+    calibrating = 2 * TEST_SAMPLES * len(valid)  # usually two rounds
     work = [passes + calibrating, *(TEST_SAMPLES * len(structures) for structures in tests.values())]
     with _bar(console) as bar:
         task = bar.add_task("fine-tuning", total=sum(work))
@@ -58,48 +81,51 @@ def run(out: Path, *, steps: int, seed: int, console: Console) -> dict[str, Any]
 
         with resumable(console):
             finetune(model, train, valid=valid, config=config, folder=out / "run", progress=trained)
-        bar.update(task, description="scaling the spread to validation data")
+        bar.update(task, description="calibrating the spread")
         scaled = calibrate(model, valid, samples=TEST_SAMPLES, seed=seed)
         evaluations: dict[str, Evaluation] = {}  # by what the structures are called
         for number, (name, structures) in enumerate(tests.items()):
             done = sum(work[: number + 1])
-            bar.update(task, completed=done, description=f"asking about {TESTS[name]}")
+            bar.update(task, completed=done, description=f"predicting: {TESTS[name]}")
 
             def asked(count: int, total: int | None, done: float = done) -> None:
                 bar.update(task, completed=done + TEST_SAMPLES * count)
 
             evaluations[TESTS[name]] = evaluate(model, structures, samples=TEST_SAMPLES, seed=seed, progress=asked)
         bar.update(task, completed=sum(work), description="done")
-    title = f"Forces on structures not trained on, K = {TEST_SAMPLES} samples, meV/Å"
+    title = f"Forces on structures outside the training set, K = {TEST_SAMPLES} samples, meV/Å"
     console.print(force_table(title, evaluations, SHOWN))
     console.print(
-        f"Before fine-tuning the MAE was {1e3 * before:.0f} meV/Å on the structures of the first row. After it, the "
-        f"spread was scaled by {scaled.factor:.2f}, which suits {scaled.structures} validation structures.\n"
-        "CRPS: the error of the whole distribution; without a spread it would be the MAE. SSR: spread over root mean "
-        "square error, right at this K; 1 is calibrated, below 1 over-confident. Spearman: how well the spread of an "
-        "atom ranks its error; |F| alone: how well the size of its force does. AUROC: how often a structure of this "
-        "row has a larger spread than one of the first; 0.5 is chance."
+        f"Before fine-tuning, the MAE on the structures of the first row was {1e3 * before:.0f} meV/Å. After it, the "
+        f"spread was multiplied by {scaled.factor:.2f}, fitted to {scaled.structures} validation structures.\n"
+        "CRPS: error of the whole predicted distribution; without a spread it is the MAE. SSR: spread divided by root "
+        "mean square error, corrected for K samples; 1 is calibrated, below 1 overconfident. Spearman: how well the "
+        "spread of an atom ranks its error; |F| alone: how well the size of its force ranks it. AUROC: probability "
+        "that a structure of this row has a larger spread than one of the first row; 0.5 is chance."
     )
     _write(out, model, evaluations)
-    console.print(f"report and pictures: {out / 'report.html'}, {out / 'spread-and-error.png'}, {out / 'unseen.png'}")
+    console.print(f"report and figures: {out / 'report.html'}, {out / 'spread-and-error.png'}, {out / 'unseen.png'}")
     console.print(f"model: {out / 'p-chgnet.pt'}")
     scores = {name: as_record(evaluations[called]) for name, called in TESTS.items()}
-    return {"force_mae_before": before, **scores}
+    print_json({"force_mae_before": before, **scores}, as_json)
 
 
 def _bar(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    # training and prediction differ in speed: the estimate is over a time in which both have their share
+    # training and prediction differ in speed, so the estimate averages over a long time
     return Progress(*columns, TimeRemainingColumn(), console=console, speed_estimate_period=120)
 
 
-def _write(out: Path, model: Potential, evaluations: Mapping[str, Evaluation]) -> None:
-    """The trained model, the report, and its two most telling pictures."""
+def _write(out: Path, model: "Potential", evaluations: "Mapping[str, Evaluation]") -> None:
+    """Write the trained model, the report, and its two most informative figures."""
+    from pmlip.atomic_files import atomic_write
+    from pmlip.report import plots, write_report
+
     model.save(out / "p-chgnet.pt")
     (first, inside), *others = evaluations.items()
     write_report(out / "report.html", {"P-CHGNet": inside}, data=first, unseen=dict(others))
     atoms = {name: evaluation.columns["forces"].free_atoms for name, evaluation in evaluations.items()}
-    pictures = {
+    figures = {
         "spread-and-error": plots.spread_and_error(
             {name: (rows["spread"], rows["error"]) for name, rows in atoms.items()}
         ),
@@ -108,6 +134,6 @@ def _write(out: Path, model: Potential, evaluations: Mapping[str, Evaluation]) -
             {name: evaluation.error for name, evaluation in evaluations.items()},
         ),
     }
-    for name, picture in pictures.items():
+    for name, figure in figures.items():
         with atomic_write(out / f"{name}.png") as file:
-            picture.savefig(file, format="png", dpi=150)
+            figure.savefig(file, format="png", dpi=150)

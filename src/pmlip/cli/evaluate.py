@@ -1,94 +1,149 @@
 """pmlip evaluate: the scores of a model and its uncertainty on structures with labels."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
+import typer
 from rich.console import Console
 
-from pmlip.atomic_files import write_json
 from pmlip.cli.checks import check_folder, chosen, chosen_device, name_of_structure
+from pmlip.cli.options import (
+    AsJson,
+    Device,
+    EnergyKey,
+    ForcesKey,
+    Model,
+    SettingsFile,
+    StressKey,
+    Trust,
+    Weights,
+    print_json,
+)
 from pmlip.cli.progress import counter, progress_bar
-from pmlip.cli.score_table import comparison_line, score_table_of
-from pmlip.evaluation import Evaluation, as_record, compare, evaluate
-from pmlip.loading import load
-from pmlip.methods import Method
-from pmlip.provenance import as_record as as_record_of_model
-from pmlip.provenance import environment
-from pmlip.report import check_installed, write_report
-from pmlip.structures.atoms import in_file
-from pmlip.structures.files import read_structures
-from pmlip.structures.labels import require_labels
+
+if TYPE_CHECKING:
+    from pmlip.evaluation import Evaluation
+    from pmlip.methods import Method
 
 
-def run(
-    path: Path,
-    data: Path,
-    unseen: Sequence[Path],
+def evaluate(
+    model: Model,
+    data: Annotated[Path, typer.Argument(help="Structures with DFT labels that the model was not trained on.")],
     *,
-    others: Sequence[Path],
-    keys: Mapping[str, str | None],
-    samples: int,
-    seed: int,
-    count: int | None,
-    exclude: Path | None,
-    weights: Path | None,
-    trust: bool,
-    device: str | None,
-    out: Path | None,
-    report: Path | None,
-    console: Console,
-) -> dict[str, Any]:
+    samples: Annotated[
+        int, typer.Option(min=1, help="Samples K per structure; more give more precise scores and cost more time.")
+    ] = 32,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples and of the structures --count chooses.")] = 0,
+    settings_file: SettingsFile = None,
+    unseen: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Out-of-distribution structures with DFT labels, to see whether the spread rises on them; repeatable.",
+            rich_help_panel="Data",
+        ),
+    ] = None,
+    count: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Use this many structures of each file, chosen at random; by default all.",
+            rich_help_panel="Data",
+        ),
+    ] = None,
+    exclude: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of a finetune run; leave out the structures it used, if they are in DATA too.",
+            rich_help_panel="Data",
+        ),
+    ] = None,
+    energy_key: EnergyKey = None,
+    forces_key: ForcesKey = None,
+    stress_key: StressKey = None,
+    compare: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Another model file, to compare with on the same structures; repeatable.", rich_help_panel="Model"
+        ),
+    ] = None,
+    weights: Weights = None,
+    trust: Trust = False,
+    device: Device = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write a report with figures to this HTML file.", rich_help_panel="Output")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the scores to this JSON file.", rich_help_panel="Output")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score the predictions and uncertainties of a model on structures with DFT labels.
+
+    Example: pmlip evaluate p-chgnet/model.pt test.extxyz --samples 32 --report report.html
+    """
+    import numpy as np
+
+    from pmlip import evaluation
+    from pmlip.atomic_files import write_json
+    from pmlip.cli.score_table import comparison_line, score_table_of
+    from pmlip.provenance import as_record, environment
+    from pmlip.report import check_installed, write_report
+    from pmlip.structures.atoms import in_file
+    from pmlip.structures.files import read_structures
+    from pmlip.structures.labels import require_labels
+
+    console = Console(quiet=as_json)
+    models, files = [model, *(compare or [])], [data, *(unseen or [])]
     if report is not None:
         check_installed()
     for file in (out, report):
         if file is not None:
             check_folder(file)
-    names = _names([path, *others], [p.resolve().parent.name if p.stem == "model" else p.stem for p in (path, *others)])
-    called = _names([data, *unseen], [file.name for file in (data, *unseen)])
+    names = _names(models, [path.resolve().parent.name if path.stem == "model" else path.stem for path in models])
+    called = _names(files, [file.name for file in files])
     left_out = _excluded(exclude)
     structures, kept = {}, {}
-    for file in (data, *unseen):
-        read, found = read_structures(file, **keys)
+    for file in files:
+        read, found = read_structures(file, energy_key=energy_key, forces_key=forces_key, stress_key=stress_key)
         console.print(str(found))
         if report is not None:
             with in_file(file):
-                require_labels(read, ["forces"])  # of every figure
+                require_labels(read, ["forces"])  # every figure needs them
         new = [i for i, atoms in enumerate(read) if not left_out or name_of_structure(atoms) not in left_out]
         if not new:
-            raise ValueError(f"{file}: the run in {exclude} has seen every structure of it")
+            raise ValueError(f"{file}: the run in {exclude} used all of its structures, so none is left to evaluate")
         if exclude is not None:
-            console.print(f"left out, for the run in {exclude} has seen them: {len(read) - len(new)} of {len(read)}")
+            console.print(f"excluded, used by the run in {exclude}: {len(read) - len(new)} of {len(read)} structures")
         structures[file], kept[file] = read, [new[i] for i in chosen(len(new), count, seed, file)]
-    record: dict[str, Any] = {"model": path.name, "seed": seed}
+    record: dict[str, Any] = {"model": model.name, "seed": seed}
     inside: dict[str, Evaluation] = {}  # by model
     outside: dict[str, Evaluation] = {}  # of the first model, by file
     made = {}
-    for given in (path, *others):
-        loaded = _load(given, weights, trust=trust, device=chosen_device(device), several=bool(others))
-        made[names[given]] = as_record_of_model(loaded.history, loaded.calibration)
+    for path in models:
+        loaded = _load(path, weights, trust=trust, device=chosen_device(device), several=len(models) > 1)
+        made[names[path]] = as_record(loaded.history, loaded.calibration)
         if report is not None:
-            loaded.spread_samples(samples)  # refuses what gives no spread
-        for file in (data, *unseen):
+            loaded.spread_samples(samples)  # raises an error for a method without a spread
+        for file in files:
             with in_file(file):
                 loaded.backbone.check(structures[file], kept[file])
             asked = [structures[file][i] for i in kept[file]]
             with progress_bar(console) as bar:
-                show = counter(bar, f"{names[given]} on {called[file]}", len(asked))
-                result = evaluate(loaded, asked, samples=samples, seed=seed, progress=show)
-            console.print(score_table_of(f"{names[given]} on {called[file]}", result))
+                show = counter(bar, f"{names[path]} on {called[file]}", len(asked))
+                result = evaluation.evaluate(loaded, asked, samples=samples, seed=seed, progress=show)
+            console.print(score_table_of(f"{names[path]} on {called[file]}", result))
             if file is data:
-                inside[names[given]] = result
-            elif given is path:
+                inside[names[path]] = result
+            elif path is model:
                 outside[called[file]] = result
-            scored = as_record(result)
-            first = inside[names[given]]
+            scored = evaluation.as_record(result)
+            first = inside[names[path]]
             if file is not data and first.spread.any() and all(np.isfinite(x.error).all() for x in (first, result)):
-                scored["against"] = {called[data]: compare(first, result)}
+                scored["against"] = {called[data]: evaluation.compare(first, result)}
                 console.print(comparison_line(called[data], called[file], scored["against"][called[data]]))
-            place = record if given is path else record.setdefault("compared", {}).setdefault(names[given], {})
+            place = record if path is model else record.setdefault("compared", {}).setdefault(names[path], {})
             place[called[file]] = scored
     record |= environment()
     if out is not None:
@@ -96,12 +151,14 @@ def run(
     if report is not None:
         known = {name: record for name, record in made.items() if record}
         write_report(report, inside, data=called[data], unseen=outside, records=known)
-        console.print(f"the report is {report}")
-    return record
+        console.print(f"the report was written to {report}")
+    print_json(record, as_json)
 
 
-def _load(path: Path, weights: Path | None, *, trust: bool, device: str, several: bool) -> Method:
-    """The model in a file; of several models, not all need the same weights, and those that ship with theirs none."""
+def _load(path: Path, weights: Path | None, *, trust: bool, device: str, several: bool) -> "Method":
+    """The model in a file; of several models, only some may need the given weights."""
+    from pmlip.loading import load
+
     try:
         loaded: Method = load(path, weights=weights, trust=trust, device=device)
     except ValueError as error:
@@ -110,19 +167,19 @@ def _load(path: Path, weights: Path | None, *, trust: bool, device: str, several
         try:
             loaded = load(path, trust=trust, device=device)
         except (ValueError, OSError):
-            raise error from None  # about the weights that were given
+            raise error from None  # the one about the given weights
     return loaded
 
 
 def _names(paths: Sequence[Path], short: Sequence[str]) -> dict[Path, str]:
-    """What the files are called: their short name, and the whole path where two files share it."""
+    """The names to print for the files: their short name, or the whole path if two files share it."""
     named = dict(zip(paths, short, strict=True))
     taken = list(named.values())
     return {path: name if taken.count(name) == 1 else str(path) for path, name in named.items()}
 
 
 def _excluded(folder: Path | None) -> set[str]:
-    """Fingerprints of the structures that a run has seen."""
+    """Fingerprints of the structures that a run used."""
     if folder is None:
         return set()
     file = folder / "summary.json"
@@ -130,5 +187,5 @@ def _excluded(folder: Path | None) -> set[str]:
         raise FileNotFoundError(f"{folder} is not the folder of a finished run: it has no summary.json")
     summary = json.loads(file.read_text())
     if "seen" not in summary:
-        raise ValueError(f"{file} was written by an older pmlip and does not say which structures the run has seen")
+        raise ValueError(f"{file} was written by an older pmlip and does not list the structures that the run used")
     return set(summary["seen"])

@@ -1,4 +1,4 @@
-"""pmlip finetune: from a file of DFT data to a model that tells how sure it is."""
+"""pmlip finetune: from a file of DFT data to a model that predicts an uncertainty."""
 
 import contextlib
 import dataclasses
@@ -7,97 +7,153 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
-import torch
-from ase import Atoms
+import typer
 from rich.console import Console
 
-from pmlip import methods
-from pmlip.atomic_files import write_json
-from pmlip.backbones import load_backbone
-from pmlip.cli.calibrate import calibrate_and_say
+from pmlip.cli.calibrate import calibrate_and_print
 from pmlip.cli.checks import chosen, chosen_device, name_of_structure
+from pmlip.cli.options import (
+    AsJson,
+    Device,
+    EnergyKey,
+    ForcesKey,
+    SettingsFile,
+    StressKey,
+    Trust,
+    Weights,
+    options_of,
+    print_json,
+)
 from pmlip.cli.progress import progress_bar, resumable
-from pmlip.methods.base import FIXED_ATOMS, Method
-from pmlip.provenance import DataSource, as_record
-from pmlip.samples import SMALLEST_SPREAD
-from pmlip.structures.atoms import in_file, subsample
-from pmlip.structures.files import read_structures
-from pmlip.structures.labels import labels
 from pmlip.training.config import FinetuneConfig
-from pmlip.training.distributed import Processes
-from pmlip.training.finetuning import finetune, seconds_per_step
 
-FEWEST_FOR_CALIBRATION, MOST_FOR_CALIBRATION = 4, 64  # structures: below, one of them decides; above, it takes long
+if TYPE_CHECKING:
+    from ase import Atoms
+
+    from pmlip.methods.base import Method
+
+FEWEST_FOR_CALIBRATION, MOST_FOR_CALIBRATION = 4, 64  # structures: fewer are unreliable, more take long
 
 
-def run(
-    train: Path,
-    valid: Path | None,
+@options_of(FinetuneConfig)
+def finetune(
+    train: Annotated[Path, typer.Argument(help="Training structures with DFT labels: extxyz, ase.db, npz.")],
     *,
-    keys: Mapping[str, str | None],
-    count: int | None,
-    calibrated: bool,
-    backbone: str,
-    weights: Path | None,
-    trust: bool,
-    method: str,
-    options: Mapping[str, Any],
-    config: FinetuneConfig,
-    out: Path,
-    device: str | None,
-    tensorboard: bool,
-    dry_run: bool,
-    quiet: bool,
-) -> dict[str, Any]:
-    """The summary of the run, or what a dry run would do; empty for all processes but the first."""
+    settings_file: SettingsFile = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print all settings as TOML and the time of one step, without training."),
+    ] = False,
+    valid: Annotated[
+        Path | None,
+        typer.Option(
+            help="Validation structures with DFT labels. Default: a tenth of TRAIN, chosen at random, is held out.",
+            rich_help_panel="Data",
+        ),
+    ] = None,
+    count: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Train on this many structures of TRAIN, chosen at random; by default on all.",
+            rich_help_panel="Data",
+        ),
+    ] = None,
+    energy_key: EnergyKey = None,
+    forces_key: ForcesKey = None,
+    stress_key: StressKey = None,
+    backbone: Annotated[
+        str,
+        typer.Option(
+            help="Pretrained potential: chgnet, orb:orb_v3_direct_20_omat, sevenn:7net-0, mace.",
+            rich_help_panel="Model",
+        ),
+    ] = "chgnet",
+    weights: Weights = None,
+    trust: Trust = False,
+    method: Annotated[
+        str,
+        typer.Option(
+            help="Uncertainty method: p, p-ensemble, or for comparison deterministic, ensemble, blip, mc-dropout, ...",
+            rich_help_panel="Model",
+        ),
+    ] = "p",
+    option: Annotated[
+        list[str] | None,
+        typer.Option(help="Option of the method, for example members=5; repeatable.", rich_help_panel="Model"),
+    ] = None,
+    device: Device = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            help="Calibrate the spread on the validation structures after training.",
+            rich_help_panel="Noise",
+        ),
+    ] = True,
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Folder for the model and the state of the run; use a new one for each run.", rich_help_panel="Output"
+        ),
+    ] = Path("pmlip-model"),
+    tensorboard: Annotated[
+        bool, typer.Option(help="Write training curves for TensorBoard to OUT/tensorboard.", rich_help_panel="Output")
+    ] = False,
+    as_json: AsJson = False,
+    **settings: Any,
+) -> None:
+    """Fine-tune a pretrained potential on DFT data, so that it predicts an uncertainty.
+
+    To continue after an interruption, run the same command again. To use several processes: torchrun --nproc-per-node 2
+    -m pmlip finetune ...
+
+    Example: pmlip finetune silica.extxyz --backbone chgnet --epochs 20 --out p-chgnet
+    """
+    import torch
+
+    from pmlip import methods
+    from pmlip.atomic_files import write_json
+    from pmlip.backbones import load_backbone
+    from pmlip.provenance import DataSource, as_record
+    from pmlip.training import finetuning
+    from pmlip.training.distributed import Processes
+
+    config, options = FinetuneConfig(**settings), _options(option or [])
     if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file; give a folder for the files of this run")
+        raise ValueError(f"--out {out} is a file; give a folder")
     processes = Processes.start(chosen_device(device))
-    console = Console(quiet=quiet or processes.rank > 0, stderr=dry_run)  # a dry run prints a settings file
+    # a dry run prints a settings file to stdout, so all else goes to stderr
+    console = Console(quiet=as_json or processes.rank > 0, stderr=dry_run)
     if tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ImportError("curves for TensorBoard need: pip install tensorboard")
-    torch.manual_seed(config.seed)  # of what a method adds to the backbone; the same in all processes
+        raise ImportError("--tensorboard needs: pip install tensorboard")
+    torch.manual_seed(config.seed)  # of the parameters that a method adds; the same in all processes
     trained = methods.make(method, load_backbone(backbone, weights=weights, trust=trust), **options)
-    structures, held_out = [], []
-    files: dict[Path, list[Atoms]] = {}
-    for file in [train] if valid is None else [train, valid]:
-        read, found = read_structures(file, **keys)
-        console.print(str(found))
-        if "forces" in config.learned:
-            found.require("forces")
-        if valid is None:
-            kept, held = _split(len(read), count, config.seed, file)
-            console.print(f"held out for validation: {len(held)} of them, chosen by the seed; to train on: {len(kept)}")
-        else:
-            everything = list(range(len(read)))
-            kept, held = (chosen(len(read), count, config.seed, file), []) if file is train else ([], everything)
-        files[file] = read
-        structures += [read[i] for i in kept]
-        held_out += [read[i] for i in held]
+    keys = {"energy_key": energy_key, "forces_key": forces_key, "stress_key": stress_key}
+    files = {file: _read(file, keys, config, console) for file in ([train] if valid is None else [train, valid])}
+    structures, held_out = _choose(files, train, valid, count=count, seed=config.seed, console=console)
     if dry_run:
         given: dict[str, Any] = {
             "train": train,
             "valid": valid,
             **keys,
             "count": count,
-            "calibrate": calibrated,
+            "calibrate": calibrate,
             "backbone": backbone,
             "weights": weights,
         }
         given |= {"trust": trust, "method": method, "option": [f"{name}={value}" for name, value in options.items()]}
         given |= {"out": out, "device": device, "tensorboard": tensorboard, **dataclasses.asdict(config)}
         with _in_files(files):
-            seconds = seconds_per_step(trained, structures, config, processes)
-        steps = config.steps_for(len(structures))
-        steps *= len(trained.learner().parts())
+            seconds = finetuning.seconds_per_step(trained, structures, config, processes)
+        steps = config.steps_for(len(structures)) * len(trained.learner().parts())
         if not console.quiet:
             print(as_toml(given))
             print(f"# {steps} steps of {seconds:.2f} s: about {steps * seconds / 60:.0f} minutes")
         shown = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
-        return {"settings": shown, "steps": steps, "seconds_per_step": seconds}
+        print_json({"settings": shown, "steps": steps, "seconds_per_step": seconds}, as_json)
+        return
     curves = out / "tensorboard" if tensorboard and processes.rank == 0 else None
     with progress_bar(console) as bar, _tensorboard(curves) as write_curves:
         task = bar.add_task("fine-tuning", total=None)
@@ -113,61 +169,113 @@ def run(
 
         with resumable(console), warnings.catch_warnings(), _in_files(files):
             warnings.showwarning = lambda message, *_: console.print(f"warning: {train}: {message}", markup=False)
-            result = finetune(
+            result = finetuning.finetune(
                 trained, structures, valid=held_out, config=config, folder=out, processes=processes, progress=show
             )
     if processes.rank:
-        return {}
+        return
     assert trained.history is not None
     trained.history = dataclasses.replace(
         trained.history,
         train=DataSource(train.name, len(structures)),
         valid=DataSource(valid.name if valid else train.name, len(held_out)),
     )
-    if calibrated and trained.learner().calibrated_after:
+    if calibrate and trained.learner().calibrated_after:
         data = valid.name if valid else f"what was held out of {train.name}"
-        trained.save(out / "model.pt")  # nothing that happens now costs the run
+        trained.save(out / "model.pt")  # so that an error in the calibration does not lose the run
         _calibrate(trained, held_out, data, console)
     trained.save(out / "model.pt")
     summary = {"backbone": backbone, "method": method, "options": dict(options)}
     summary |= as_record(trained.history, trained.calibration)
     summary["seen"] = [name_of_structure(atoms) for atoms in (*structures, *held_out)]
     write_json(out / "summary.json", summary)
-    console.print(f"{result.steps} steps in {result.seconds:.0f} s; the model is {out / 'model.pt'}")
+    console.print(f"{result.steps} steps in {result.seconds:.0f} s; the model was written to {out / 'model.pt'}")
     console.print(f"next: pmlip evaluate {out / 'model.pt'} TEST.extxyz --report report.html")
-    return summary
+    print_json(summary, as_json)
+
+
+def _options(pairs: Sequence[str]) -> dict[str, float | int]:
+    """The options of a method, from name=number."""
+    options: dict[str, float | int] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        try:
+            options[name.replace("-", "_")] = int(value) if value.isdecimal() else float(value)
+        except ValueError:
+            equals = ""
+        if not equals:
+            raise ValueError(f"an option of a method is written name=number, got {pair!r}")
+    return options
+
+
+def _read(file: Path, keys: Mapping[str, str | None], config: FinetuneConfig, console: Console) -> "list[Atoms]":
+    from pmlip.structures.files import read_structures
+
+    read, found = read_structures(file, **keys)
+    console.print(str(found))
+    if "forces" in config.learned:
+        found.require("forces")
+    return read
+
+
+def _choose(
+    files: "Mapping[Path, list[Atoms]]",
+    train: Path,
+    valid: Path | None,
+    *,
+    count: int | None,
+    seed: int,
+    console: Console,
+) -> "tuple[list[Atoms], list[Atoms]]":
+    """The structures to train on, and those to hold out for validation."""
+    read = files[train]
+    if valid is not None:
+        return [read[i] for i in chosen(len(read), count, seed, train)], files[valid]
+    kept, held = _split(len(read), count, seed, train)
+    console.print(f"held out for validation, chosen at random: {len(held)} structures; training: {len(kept)}")
+    return [read[i] for i in kept], [read[i] for i in held]
 
 
 @contextlib.contextmanager
-def _in_files(files: Mapping[Path, list[Atoms]]) -> Iterator[None]:
-    """Errors about structures name the file, and the number of the structure in it."""
+def _in_files(files: "Mapping[Path, list[Atoms]]") -> Iterator[None]:
+    """Errors about structures name their file, and the number of the structure in it."""
+    from pmlip.structures.atoms import in_file
+
     with contextlib.ExitStack() as stack:
         for file, structures in files.items():
             stack.enter_context(in_file(file, structures))
         yield
 
 
-def _calibrate(trained: Method, held_out: Sequence[Atoms], data: str, console: Console) -> None:
-    """Scale the spread to the validation data, as far as they allow."""
-    usable = [atoms for atoms in held_out if _tells_of_errors(atoms)]
+def _calibrate(trained: "Method", held_out: "Sequence[Atoms]", data: str, console: Console) -> None:
+    """Calibrate the spread on the validation structures, if there are enough of them."""
+    from pmlip.methods.base import FIXED_ATOMS
+    from pmlip.structures.atoms import subsample
+
+    usable = [atoms for atoms in held_out if _has_free_forces(atoms)]
     if len(usable) < FEWEST_FOR_CALIBRATION:
         console.print(
-            f"{len(usable)} validation structures with forces other than zero are too few to scale the spread to: it "
-            "is as trained; `pmlip calibrate` scales it to others"
+            f"The spread was not calibrated: it takes at least {FEWEST_FOR_CALIBRATION} validation structures with "
+            f"non-zero forces, and there are {len(usable)}. Use `pmlip calibrate` with other structures."
         )
         return
     some = subsample(usable, MOST_FOR_CALIBRATION)
-    calibrate_and_say(trained, some, data=data, chunk_atoms=FIXED_ATOMS, console=console)
+    calibrate_and_print(trained, some, data=data, chunk_atoms=FIXED_ATOMS, console=console)
 
 
-def _tells_of_errors(atoms: Atoms) -> bool:
-    """Whether it has forces that symmetry does not fix."""
+def _has_free_forces(atoms: "Atoms") -> bool:
+    """Whether it has forces that symmetry does not fix at zero."""
+    from pmlip.samples import SMALLEST_SPREAD
+    from pmlip.structures.labels import labels
+
     forces = labels([atoms]).forces
     return bool(forces.isfinite().all() and (forces.abs() > SMALLEST_SPREAD).any())
 
 
 def _split(available: int, count: int | None, seed: int, path: Path) -> tuple[list[int], list[int]]:
-    """Which to train on (`count`, if given), and which to hold out: a tenth, at least 4 of those of 16 or more."""
+    """Indices to train on (`count` of them, if given) and to hold out: a tenth, at least 2, and at least 4 of 16."""
+    import numpy as np
+
     wanted = available if count is None else count
     held = max(4 if wanted >= 16 else 2, round(0.1 * wanted))
     if available < 4 or (count is not None and count + held > available):
@@ -180,7 +288,7 @@ def _split(available: int, count: int | None, seed: int, path: Path) -> tuple[li
 
 
 def as_toml(settings: Mapping[str, Any]) -> str:
-    """The settings as a file that `--settings` takes; TOML has no word for what is not set."""
+    """The settings as a file for `--settings`; those that are None are left out, since TOML has no null."""
     lines = [
         f"{name} = {json.dumps(str(value) if isinstance(value, Path) else value)}"
         for name, value in settings.items()
@@ -191,7 +299,7 @@ def as_toml(settings: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _tensorboard(folder: Path | None) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
-    """A function (step, latest) that writes curves to this folder as they grow; None: nowhere."""
+    """A function (step, latest) that adds a point to the curves in this folder; does nothing if it is None."""
     if folder is None:
         yield lambda step, latest: None
         return
@@ -200,9 +308,9 @@ def _tensorboard(folder: Path | None) -> Iterator[Callable[[int, Mapping[str, fl
     writers: list[SummaryWriter] = []
 
     def write(step: int, latest: Mapping[str, float]) -> None:
-        if not latest:  # this is where a run goes on
+        if not latest:  # a run that continues starts here
             return
-        if not writers:  # steps that an interrupted run made after its last save are made again
+        if not writers:  # an interrupted run repeats the steps after its last save
             writers.append(SummaryWriter(folder, purge_step=step, flush_secs=10))
         for name, value in latest.items():
             writers[0].add_scalar(name, value, step)

@@ -1,21 +1,47 @@
 """pmlip fold: one sample as an ordinary file of the potential's own package."""
 
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from pmlip.cli.checks import check_new_file
-from pmlip.loading import load
+from pmlip.cli.options import AsJson, Model, Trust, Weights, print_json
 
 
-def run(
-    path: Path, *, out: Path, sample: int, seed: int, weights: Path | None, trust: bool, console: Console
-) -> dict[str, object]:
+def fold(
+    model: Model,
+    *,
+    sample: Annotated[int, typer.Option(min=0, help="Number of the sample, counted from 0.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
+    weights: Weights = None,
+    trust: Trust = False,
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="File to write, in the format of the potential's own package. It must not exist yet.",
+            rich_help_panel="Output",
+        ),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Write one sample of a model as an ordinary file of the potential's own package.
+
+    A sample of CHGNet or Orb can then be used without pmlip. A sample of MACE still needs pmlip, and the file format of
+    SevenNet cannot store one.
+
+    Example: pmlip fold p-chgnet/model.pt --sample 3 --out sample-3.pth.tar
+    """
+    from pmlip.loading import load
+
+    console = Console(quiet=as_json)
     check_new_file(out)
-    loaded = load(path, weights=weights, trust=trust)
-    if loaded.fixed_samples != 1:  # of a single answer no spread is asked
+    loaded = load(model, weights=weights, trust=trust)
+    if loaded.fixed_samples != 1:  # a method with a single sample needs no spread
         loaded.check_spread()
     folded = loaded.member(sample, seed=seed)
     folded.save(out)
-    console.print(f"sample {sample} of seed {seed} is an ordinary {folded.name}:{folded.variant} in {out}")
-    return {"backbone": f"{folded.name}:{folded.variant}", "sample": sample, "seed": seed, "out": str(out)}
+    backbone = f"{folded.name}:{folded.variant}"
+    console.print(f"sample {sample} of seed {seed} was written to {out} as an ordinary {backbone}")
+    print_json({"backbone": backbone, "sample": sample, "seed": seed, "out": str(out)}, as_json)

@@ -1,21 +1,27 @@
-"""pmlip info: what a file of a model is."""
+"""pmlip info: what is in a model file."""
 
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from pmlip import checkpoint
-from pmlip.provenance import as_record
+from pmlip.cli.options import AsJson, Model, print_json
 
 
-def run(path: Path, *, console: Console) -> dict[str, Any]:
-    content = checkpoint.read(path)
+def info(model: Model, as_json: AsJson = False) -> None:
+    """Show the backbone, training data, settings, scores and versions of a model.
+
+    Example: pmlip info p-chgnet/model.pt
+    """
+    from pmlip import checkpoint
+    from pmlip.provenance import as_record
+
+    console = Console(quiet=as_json)
+    content = checkpoint.read(model)
     settings = dict(content.settings)
     made = as_record(content.history, content.calibration)
     record = {
-        "file": path.name,
+        "file": model.name,
         "method": settings.pop("method", "p"),
         "backbone": content.origin.name,
         "backbone_weights": content.origin.weights[:12],
@@ -25,14 +31,14 @@ def run(path: Path, *, console: Console) -> dict[str, Any]:
         **made,
         "versions": dict(content.versions),
     }
-    table = Table(title=str(path), show_header=False)
+    table = Table(title=str(model), show_header=False)
     for name, value in record.items():
         if value not in ({}, None) and name != "file":
             table.add_row(name.replace("_", " "), _shown(value))
     console.print(table)
     if not made:
-        console.print("It does not say how it was trained: it was saved by hand, not by pmlip finetune.")
-    return record
+        console.print("No training record: the model was saved from Python, not by `pmlip finetune`.")
+    print_json(record, as_json)
 
 
 def _shown(value: Any) -> str:

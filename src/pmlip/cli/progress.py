@@ -1,4 +1,4 @@
-"""The bar that long work shows: what, how much of it, how long, how much longer."""
+"""The progress bar of long work: what is done, how much of it, time spent and time left."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -23,16 +23,16 @@ def progress_bar(console: Console) -> Progress:
 
 @contextlib.contextmanager
 def resumable(console: Console) -> Iterator[None]:
-    """Say of work that is kept in files that an interruption costs nothing."""
+    """After an interruption, print that the same command continues the work."""
     try:
         yield
     except KeyboardInterrupt:
-        console.print("stopped, and nothing is lost: the same command goes on from here")
+        console.print("stopped; progress is saved: run the same command again to continue")
         raise
 
 
 def counter(bar: Progress, what: str, total: int | None = None) -> Callable[[int, int | None], None]:
-    """A new line of the bar, and the function (done, all) that moves it."""
+    """A new line of the bar, and the function (done, total) that moves it."""
     return partial(_move, bar, bar.add_task(what, total=total))
 
 

@@ -45,8 +45,8 @@ def of_layers(potential: Perturbed, structures: Sequence[Atoms]) -> list[float]:
     spreads = (per_shift * float(w_z.square().sum())).sqrt().tolist()
     if max(spreads) < SMALLEST_SPREAD:
         raise ValueError(
-            "forces do not respond to noise, so no noise weights can be found that suit them; give structures with "
-            "forces, or the rate and the start with --noise-rate and --start 0"
+            "the forces do not respond to noise, so no scale of the noise weights can be found; use structures with "
+            "non-zero forces, or pass noise_rate=... and start=0"
         )
     return [spread if spread > DEAD * max(spreads) else 0.0 for spread in spreads]
 

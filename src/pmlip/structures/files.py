@@ -47,8 +47,8 @@ class Found:
         if label not in self.labels:
             raise ValueError(
                 f"{self.path}: none of the structures carries {label}; the names in it are: {', '.join(self.names)}. "
-                f"If one of these is what is meant, say so with --{label}-key; to learn from the others alone, give "
-                f"--{label} 0"
+                f"If one of these holds the {label}, pass its name as {label}_key=...; to train without {label}, pass "
+                f"{label}=0"
             )
 
     def __str__(self) -> str:
@@ -94,8 +94,8 @@ def read_structures(
     if not counts:
         raise ValueError(
             f"{path}: no energies, forces or stresses were found; the names in it are: "
-            f"{', '.join(_available(structures)) or 'none'}. Say which are the labels with --energy-key, --forces-key, "
-            "--stress-key"
+            f"{', '.join(_available(structures)) or 'none'}. Pass the names of the labels as energy_key=..., "
+            "forces_key=..., stress_key=..."
         )
     elements = Counter(symbol for atoms in structures for symbol in atoms.symbols)
     sizes = [len(atoms) for atoms in structures]
@@ -188,8 +188,8 @@ def _refuse_second_name(label: str, name: str | None, structures: Sequence[Atoms
             raise StructureError(
                 atoms,
                 index,
-                f"its {label} is called {other!r}, that of others {name!r}; give all the same name, or choose one "
-                f"with --{label}-key",
+                f"its {label} is called {other!r}, in other structures {name!r}; use one name for all, or choose one "
+                f"with {label}_key=...",
             )
 
 
@@ -207,8 +207,8 @@ def _without_predictions(
         raise StructureError(
             structures[index],
             index,
-            f"it carries uncertainties, so its {names[label]!r} is probably a prediction; if it is a label, say so "
-            f"with --{label}-key {names[label]}",
+            f"it carries uncertainties, so its {names[label]!r} is probably a prediction; if it is a label, "
+            f"pass {label}_key={names[label]!r}",
         )
     return {label: None if label in plain else name for label, name in names.items()}
 

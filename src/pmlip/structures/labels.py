@@ -69,8 +69,8 @@ def check_labels(structures: Sequence[Atoms], found: Outputs, names: Sequence[st
             raise StructureError(
                 structures[index],
                 index,
-                f"it carries no {name}, and {count} of {len(structures)} structures do; remove it, or allow missing "
-                "labels with --missing",
+                f"it carries no {name}, and {count} of {len(structures)} structures do; remove it, or pass "
+                "missing=True to allow missing labels",
             )
 
 

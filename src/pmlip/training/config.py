@@ -1,43 +1,117 @@
-"""The settings of a fine-tuning, checked when they are made."""
+"""The settings of a fine-tuning run, checked when they are created."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
+from typing import TypeVar
 
-from pmlip import losses
 from pmlip.structures import LABELS
+
+T = TypeVar("T")
+
+
+def setting(default: T, help: str, *, group: str = "Expert") -> T:
+    """A field with a default; the command line shows its help in the panel named `group`."""
+    return dataclasses.field(default=default, metadata={"help": help, "group": group})
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig:
-    steps: int | None = None  # in all; by default about 600, and at least 10 passes over the training set
-    epochs: int | None = None  # passes over the training set, instead of steps
-    batch: int = 4  # structures in a step, over all processes
-    samples: int = 4  # noise draws per structure in the loss
-    backbone_rate: float | None = None  # learning rate of the backbone's weights; by default what suits the potential
-    noise_rate: float | None = None  # of what comes with the method; by default by how the potential responds to noise
-    start: float | None = None  # random noise weights: 1 (default) for a spread as large as the error, 0 for none
-    balance: float = 1.0  # of that start: 1 if all sites shall have the same part in the spread, 0 for the same weights
-    warm_up: float = 0.2  # share of the steps in which the rates rise; then they fall as a cosine
-    last_rate: float = 0.3  # share of the rates that is left at the end
-    clip: float = 10.0  # largest norm of the gradient
-    second_moment: float = 0.98  # decay of AdamW's mean of squared gradients; with its usual 0.999 losses jump up
-    average: float = 0.98  # decay of the running mean of the weights, which is what is kept
-    energy: float = 0.05  # weight of the energies, each term measured in units of its error before fine-tuning
-    energy_without_noise: float = 1.0  # times that: weight of the energies without noise, for methods that need it
-    forces_without_noise: float = 1.0  # times the weight of the forces: that of the forces without noise, likewise
-    common_energy: float = 0.1  # share left of the pull on what the energies of a batch have in common, with offsets
-    forces: float = 1.0  # weight of the forces
-    stress: float = 0.05  # weight of the stress
-    fairness: float = 1.0  # below 1 the almost-fair CRPS; above 1 a spread is rewarded more than is proper
-    offsets: bool = True  # fit an energy per element to the training set first
-    rotate: bool | None = None  # turn structures at random; by default where the backbone is not equivariant
-    freeze_backbone: bool = False  # train what comes with the method alone
-    missing: bool = False  # whether a structure may lack a label that others carry
-    validations: int = 10  # how often the validation set is scored
-    validation_samples: int = 16  # noise draws per structure in that score
-    patience: int | None = None  # stop after so many validations without a better score; by default never
-    chunk: int | None = None  # samples in one pass of a step; by default all. Fewer need less memory and one pass more
-    seed: int = 0  # of batches, rotations, noise, and what is held out
+    steps: int | None = setting(None, "Training steps; by default about 600, and at least 10 epochs.", group="Training")
+    epochs: int | None = setting(None, "Passes over the training set; give this or the steps.", group="Training")
+    batch: int = setting(
+        4, "Structures per training step, summed over all processes; lower it to save memory.", group="Training"
+    )
+    samples: int = setting(
+        4, "Noise samples per structure in the loss; more give a less noisy gradient and cost more time.", group="Noise"
+    )
+    backbone_rate: float | None = setting(
+        None,
+        "Peak learning rate of the backbone; lower it if training diverges. Default: set per backbone.",
+        group="Training",
+    )
+    noise_rate: float | None = setting(
+        None,
+        "Peak learning rate of the parameters the method adds. Default: from the response of the forces to noise.",
+        group="Noise",
+    )
+    start: float | None = setting(
+        None,
+        "Initial spread of the forces, relative to their error; 0 starts without noise. Default: 1 for method p.",
+        group="Noise",
+    )
+    balance: float = setting(1.0, "Initial noise: 1 = equal spread per site, 0 = equal weights.")
+    warm_up: float = setting(
+        0.2, "Fraction of the steps in which learning rates rise linearly; a cosine decay follows."
+    )
+    last_rate: float = setting(
+        0.3, "Learning rates at the last step, as a fraction of their peak; 0 suits MC dropout better."
+    )
+    clip: float = setting(
+        10.0, "Largest gradient norm, larger gradients are scaled down to it; lower it if training is unstable."
+    )
+    second_moment: float = setting(
+        0.98, "AdamW's beta2, the decay of the squared gradients; losses can jump at the usual 0.999."
+    )
+    average: float = setting(
+        0.98, "Decay of the running mean of the weights, which becomes the model; 0 uses the weights as they are."
+    )
+    energy: float = setting(
+        0.05,
+        "Weight of the energy error in the loss, relative to its value before fine-tuning; 0 ignores energies.",
+        group="Training",
+    )
+    energy_without_noise: float = setting(
+        1.0, "Weight of the energy error of the noise-free prediction, as a multiple of the energy weight."
+    )
+    forces_without_noise: float = setting(
+        1.0, "Weight of the force error of the noise-free prediction, as a multiple of the force weight."
+    )
+    common_energy: float = setting(
+        0.1, "Factor on the batch-mean energy error in the loss; 1 favours energies over forces. Needs offsets."
+    )
+    forces: float = setting(1.0, "Weight of the force error in the loss; 0 ignores forces.", group="Training")
+    stress: float = setting(
+        0.05,
+        "Weight of the stress error in the loss; set it to 0 if the stress labels are unreliable.",
+        group="Training",
+    )
+    fairness: float = setting(
+        1.0, "1 = fair CRPS, 0 = standard CRPS, between them almost fair; above 1 rewards too large a spread."
+    )
+    offsets: bool = setting(
+        True,
+        "Fit one energy offset per element to the training set before training; corrects other DFT references.",
+        group="Training",
+    )
+    rotate: bool | None = setting(
+        None, "Rotate training structures at random. Default: only if the backbone is not equivariant."
+    )
+    freeze_backbone: bool = setting(
+        False,
+        "Train only the parameters the method adds; noise-free predictions change by the offsets alone.",
+        group="Training",
+    )
+    missing: bool = setting(
+        False, "Accept structures that lack a label other structures have; otherwise they are an error.", group="Data"
+    )
+    validations: int = setting(
+        10, "How often the validation set is scored; the best-scored weights are kept. More cost time."
+    )
+    validation_samples: int = setting(
+        16, "Noise samples per structure in each validation; more give a more reliable score and cost time."
+    )
+    patience: int | None = setting(
+        None, "Stop after this many validations without improvement. Default: never.", group="Training"
+    )
+    chunk: int | None = setting(
+        None,
+        "Samples per forward pass; lower it if a step runs out of memory, at the cost of one more pass.",
+        group="Training",
+    )
+    seed: int = setting(
+        0, "Seed of the batches, rotations and noise, and of the choice of held-out structures.", group="Training"
+    )
 
     def __post_init__(self) -> None:
         for name in ("batch", "samples", "validations", "validation_samples"):
@@ -60,6 +134,8 @@ class FinetuneConfig:
         for name in ("average", "second_moment"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+        from pmlip import losses  # needs torch, which the help of the command line can do without
+
         losses.check_weights(self.weights, allowed=dict.fromkeys(LABELS))
 
     @property

@@ -313,7 +313,7 @@ class _Run:
                     raise
                 raise MemoryError(
                     f"a step of {len(batch.graph.rows['node'])} atoms with {config.samples} samples each does not fit "
-                    "into memory; take fewer samples at once with chunk=1, or fewer structures with batch"
+                    "into memory; run the samples one by one with chunk=1, or use a smaller batch"
                 ) from error
         else:
             self.objective.without_structures(whole)

@@ -29,8 +29,8 @@ def refuse_state_of_another_kind(folder: Path, *, parts: int) -> None:
     other = folder_of_part(folder, 0, parts=1 if parts > 1 else 2) / STATE_FILE
     if other.exists():
         raise ValueError(
-            f"{other} belongs to a run with another method; give another folder with --out, or remove the file to "
-            "start anew"
+            f"{other} belongs to a run with another method; use another folder (folder=...), or remove the file to "
+            "start again"
         )
 
 
@@ -60,8 +60,8 @@ def read_state(file: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None
             names = {"model": "another model", "config": "other settings"}
             names |= {"train": "other training data", "valid": "other validation data"}
             raise ValueError(
-                f"{file} belongs to a run with {names[name]}; give another folder with --out, or remove the file to "
-                "start anew"
+                f"{file} belongs to a run with {names[name]}; use another folder (folder=...), or remove the file to "
+                "start again"
             )
     return state
 

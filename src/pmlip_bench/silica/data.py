@@ -97,7 +97,7 @@ def splits(size: int, settings: SilicaSettings) -> Splits:
     wanted = max(8, round(settings.valid_share * size))
     if settings.data in (SHIPPED, TUNING) and (settings.test_data or settings.unseen or any(settings.keys.values())):
         raise ValueError(
-            f"{settings.data} has labels, test and unseen sets of its own; give others together with other --data"
+            f"{settings.data} has labels, test and unseen sets of its own; to use others, choose other data"
         )
     if settings.data == TUNING:
         train, valid = datasets.silica_pbe("train"), datasets.silica_pbe("valid")

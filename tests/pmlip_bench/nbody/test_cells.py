@@ -43,7 +43,8 @@ def test_the_quick_preset_from_end_to_end(tmp_path, monkeypatch):
     mixed = invoke("--preset", "quick", "--no-at-rest", "--sizes", "200", "--out", str(out))
     assert mixed.exit_code == 2
     said = mixed.output.replace("\n", " ")
-    assert "was made with other settings (at_rest = True, now False); ask for the same, or give another folder" in said
+    assert "was made with other settings (at_rest = True, now False); use the same settings, or" in said
+    assert "another folder (--out ...)" in said
     table = (out / "table.md").read_text()
     assert table.count("\n") == 2 + 7
     assert (out / "figure.png").read_bytes().startswith(b"\x89PNG")
@@ -74,11 +75,11 @@ def test_the_quick_preset_from_end_to_end(tmp_path, monkeypatch):
             "allowed: egnn, ensemble, blip, mc-dropout, p-egnn, p-ensemble, p-blip; did you mean 'p-egnn'?",
         ),
         (["--sizes", "20000"], "a training set of 20000 was asked for, but the data hold 10000"),
-        (["--sizes", "1000,3k"], "whole numbers of at least 1 with commas between them are wanted, got '3k'"),
-        (["--sizes", "0"], "whole numbers of at least 1 with commas between them are wanted, got '0'"),
+        (["--sizes", "1000,3k"], "sizes are whole numbers of at least 1, separated by commas, got '3k'"),
+        (["--sizes", "0"], "sizes are whole numbers of at least 1, separated by commas, got '0'"),
         (["--sizes", "20"], "a training set of 20 is smaller than a batch of 100 trajectories"),
         (["--preset", "slow"], "unknown preset 'slow'; allowed: quick, full"),
-        (["--methods", "ensemble", "--seeds", "2"], "needs at least 3, got seeds=2"),
+        (["--methods", "ensemble", "--seeds", "2"], "needs at least 3, got --seeds 2"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(arguments, message):
