@@ -9,9 +9,12 @@ from pmlip.cli import demo
 pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
 
 
+@pytest.mark.usefixtures("quick_energy_zero")
 def test_the_demo_trains_shows_and_saves(tmp_path: Path, monkeypatch):
     for name, small in (("TRAINING", 8), ("VALIDATION", 2), ("TEST_SAMPLES", 3)):
         monkeypatch.setattr(demo, name, small)
+    whole = demo.datasets.silica_pbe
+    monkeypatch.setattr(demo.datasets, "silica_pbe", lambda part: whole(part)[:8])
     console = Console(record=True, width=140)
     demo.run(tmp_path, steps=2, seed=0, console=console)
     text = console.export_text()

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +22,8 @@ from pmlip.structures.labels import fingerprint, labels
 from pmlip.training import finetuning
 from pmlip.training.finetuning import finetune
 from tiny import tiny_backbone
+
+pytestmark = pytest.mark.usefixtures("quick_energy_zero")
 
 
 def test_training_lowers_the_score_and_repeats():
@@ -103,6 +104,8 @@ SCRIPT = """
     import pmlip.training
     from molecules import CONFIG, model, molecules
     from pmlip.training import finetune
+    from pmlip.methods import _energy_zero
+    _energy_zero.PAIRS_FOR_SLOPE = _energy_zero.CURVED_DIRECTIONS = 2
     pmlip.training.finetuning.SAVE_EVERY = 0.0
     data, trained = molecules(), model()
 
@@ -116,11 +119,14 @@ SCRIPT = """
 """
 
 
+def environment():
+    """Of a process that imports the helpers of the tests."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
 def start(folder, pause):
-    tests = str(Path(__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": tests}
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(folder), str(pause)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, env=environment(), text=True)
 
 
 def test_a_killed_run_ends_where_an_uninterrupted_one_ends(tmp_path):
@@ -260,7 +266,9 @@ DISTRIBUTED = """
     from lightning_fabric import Fabric
     from dataclasses import replace
     from molecules import CONFIG, model, molecules
+    from pmlip.methods import _energy_zero
     from pmlip.training import finetune
+    _energy_zero.PAIRS_FOR_SLOPE = _energy_zero.CURVED_DIRECTIONS = 2
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
     data, trained = molecules(), model()
@@ -281,7 +289,6 @@ def test_two_processes_give_what_one_gives(tmp_path):
     finetune(alone, data[:7], valid=data[7:], config=replace(CONFIG, batch=3))
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(DISTRIBUTED))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [
         "-m",
         "torch.distributed.run",
@@ -291,7 +298,7 @@ def test_two_processes_give_what_one_gives(tmp_path):
         str(script),
         str(tmp_path / "two.pt"),
     ]
-    subprocess.run([sys.executable, *command], env=environment, check=True, capture_output=True, timeout=600)
+    subprocess.run([sys.executable, *command], env=environment(), check=True, capture_output=True, timeout=600)
     together = torch.load(tmp_path / "two.pt", weights_only=True)["state"]
     assert_same(together, state(alone), rtol=1e-7, atol=1e-9)
 
