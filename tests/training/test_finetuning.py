@@ -101,9 +101,9 @@ def test_the_best_weights_are_kept_and_patience_ends_a_run():
 SCRIPT = """
     import sys, time, torch
     torch.set_num_threads(1)
-    import pmlip.training
+    import pmlip.training.finetuning
     from molecules import CONFIG, model, molecules
-    from pmlip.training import finetune
+    from pmlip.training.finetuning import finetune
     from pmlip.methods import _energy_zero
     _energy_zero.PAIRS_FOR_SLOPE = _energy_zero.CURVED_DIRECTIONS = 2
     pmlip.training.finetuning.SAVE_EVERY = 0.0
@@ -267,7 +267,7 @@ DISTRIBUTED = """
     from dataclasses import replace
     from molecules import CONFIG, model, molecules
     from pmlip.methods import _energy_zero
-    from pmlip.training import finetune
+    from pmlip.training.finetuning import finetune
     _energy_zero.PAIRS_FOR_SLOPE = _energy_zero.CURVED_DIRECTIONS = 2
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
