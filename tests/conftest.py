@@ -5,12 +5,40 @@ import hypothesis
 import pytest
 import torch
 
+from pmlip.methods import _energy_zero
 from pmlip.methods.p import Potential
 from pmlip.noise.injection import noisy_layers
 
 # A timing must not decide a test, and a run must not depend on luck.
 hypothesis.settings.register_profile("pmlip", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("pmlip")
+
+
+# Every process of pytest-xdist has a core to itself, and so have the processes it starts.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def two_threads():
+    """Two threads of torch, also where each process of the tests has one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def quick_energy_zero():
+    """Fit the energy offset of each sample roughly, for a whole module.
+
+    With CHGNet the full fit takes longer than all else in a short fine-tuning.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("PAIRS_FOR_SLOPE", "CURVED_DIRECTIONS"):
+            patch.setattr(_energy_zero, name, 2)
+        yield
 
 
 @pytest.fixture(scope="session")

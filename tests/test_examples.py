@@ -41,6 +41,7 @@ def test_energies_of_two_polymorphs_differ_by_less_than_they_are_uncertain(run):
     assert number(text, r"± ([\d.]+) meV per SiO2") < number(text, r"which is wrong: ± ([\d.]+)")
 
 
+@pytest.mark.slow
 def test_the_vibrations_of_quartz_are_where_they_should_be(run):
     lines = run("vibrations.py").splitlines()[1:]
     frequencies = [float(line.split("±")[0]) for line in lines]
@@ -56,6 +57,7 @@ def test_the_bulk_modulus_stands_beside_that_of_dft(run):
     assert abs(number(text, r"fixed: ([\d.]+)") - reference) < 0.4 * reference
 
 
+@pytest.mark.slow
 def test_the_energy_does_not_drift(run):
     slopes = [float(slope) for slope in re.findall(r"([+-][\d.]+) meV/atom per ps", run("nve_drift.py"))]
     assert len(slopes) == 2

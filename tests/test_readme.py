@@ -11,12 +11,15 @@ from pmlip.cli import app
 PROJECT = Path(__file__).parents[1]
 TABLES = runpy.run_path(str(PROJECT / "docs" / "tables.py"))
 SNIPPETS = [
-    pytest.param(file, id=str(file.relative_to(PROJECT)))
+    pytest.param(
+        file, id=str(file.relative_to(PROJECT)), marks=[pytest.mark.slow] if file.parent.name == "docs" else []
+    )
     for file in [PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", *sorted((PROJECT / "docs").glob("*.md"))]
     if "```python" in file.read_text()
 ]
 
 
+@pytest.mark.usefixtures("quick_energy_zero")
 @pytest.mark.parametrize("file", SNIPPETS)
 def test_snippets_run(file, tmp_path, monkeypatch):
     """All blocks of Python and of commands of a page, one after the other, as a reader would run them."""

@@ -198,6 +198,14 @@ def browser():
     started.quit()
 
 
+def wait_until(condition, message):
+    for _ in range(1500):
+        if condition():
+            return
+        time.sleep(0.2)
+    pytest.fail(message)
+
+
 @pytest.mark.parametrize("width", [1300, 500])
 def test_the_page_in_a_browser(page, browser, width):
     from selenium.webdriver.common.action_chains import ActionChains
@@ -205,10 +213,8 @@ def test_the_page_in_a_browser(page, browser, width):
 
     browser.set_window_size(width, 1000)
     browser.get(page.as_uri())
-    deadline = time.monotonic() + 60
-    while browser.execute_script("return document.body.dataset.view") != "ready":
-        assert time.monotonic() < deadline, "the 3-D view did not load"
-        time.sleep(0.2)
+    ready = "return document.body.dataset.view == 'ready'"
+    wait_until(lambda: browser.execute_script(ready), "the 3-D view did not load")
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
     assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
     figures = browser.find_elements(By.CSS_SELECTOR, "figure svg")
@@ -216,10 +222,12 @@ def test_the_page_in_a_browser(page, browser, width):
     assert len(drawn) == 8
     view = browser.find_element(By.ID, "view-structure")
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", view)
-    time.sleep(1)
-    before = view.screenshot_as_png
+    shown = [b""]
+
+    def stands_still():
+        shown.append(view.screenshot_as_png)
+        return shown[-1] == shown[-2]
+
+    wait_until(stands_still, "the 3-D view does not stand still")
     ActionChains(browser).move_to_element(view).click_and_hold().move_by_offset(80, 40).release().perform()
-    deadline = time.monotonic() + 20
-    while view.screenshot_as_png == before:
-        assert time.monotonic() < deadline, "the 3-D view did not turn"
-        time.sleep(0.2)
+    wait_until(lambda: view.screenshot_as_png != shown[-1], "the 3-D view did not turn")

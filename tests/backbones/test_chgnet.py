@@ -51,6 +51,7 @@ def test_layers_that_work_in_parts_give_what_those_of_the_package_give(backbone)
         np.testing.assert_allclose(ours.stress[0], given.get_stress(), atol=1e-5)
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_the_same_structure_gives_the_very_same_numbers_again(backbone):
     """Also where several threads add to the gradient of one cell."""
     graph = backbone.graph([pmlip.datasets.silica_pbe("train")[0].repeat((3, 2, 2))])

@@ -179,6 +179,7 @@ def test_elements_beyond_the_embedding_are_refused():
         pmlip.perturb(small("direct")).predict(Atoms("Og"))
 
 
+@pytest.mark.slow
 def test_a_compiled_orb_keeps_its_noise():
     """Injected first, compiled then: the compiled model gives the samples of the plain one."""
     from conftest import randomise_noise

@@ -23,6 +23,8 @@ from pmlip.structures.labels import fingerprint
 
 pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
 
+pytestmark = pytest.mark.usefixtures("quick_energy_zero")
+
 SILICA = Path(str(resources.files("pmlip") / "data" / "silica_pbe.extxyz.xz"))
 COUNT = 319
 SHORT = ["--count", "6", "--epochs", "1", "--batch", "3", "--samples", "2", "--validations", "1"]
@@ -34,7 +36,7 @@ def invoke(*arguments):
 
 
 @pytest.fixture(scope="module")
-def finetuned(tmp_path_factory):
+def finetuned(tmp_path_factory, quick_energy_zero):
     out = tmp_path_factory.mktemp("run") / "p-chgnet"
     result = invoke("finetune", SILICA, "--out", out, "--tensorboard", *SHORT)
     assert result.exit_code == 0, result.output
@@ -166,6 +168,7 @@ def test_a_report_of_two_models_side_by_side(finetuned, tmp_path):
         assert re.search(rf"{name}: \d+ % of the forces lie outside", text)
 
 
+@pytest.mark.slow
 def test_two_processes_by_torchrun_give_what_one_gives(tmp_path):
     """Deterministic, since from zero noise weights the first step of P is decided by rounding.
 
@@ -340,12 +343,12 @@ def test_calibrate_stores_the_scale(finetuned, tmp_path):
 
 def test_a_settings_file_and_flags_mean_the_same(tmp_path):
     (tmp_path / "short.toml").write_text(
-        f'train = "{SILICA}"\nbackbone = "chgnet"\ncount = 6\nepochs = 3\nbatch = 3\nnoise-rate = 0.05\n'
+        f'train = "{SILICA}"\nbackbone = "chgnet"\ncount = 6\nepochs = 3\nbatch = 3\nsamples = 2\nnoise-rate = 0.05\n'
     )
     by_file = invoke("finetune", "--settings", tmp_path / "short.toml", "--epochs", "2", "--dry-run", "--out", "x")
     by_flags = invoke(
-        *("finetune", SILICA, "--count", "6", "--epochs", "2", "--batch", "3", "--noise-rate", "0.05"),
-        *("--dry-run", "--out", "x"),
+        *("finetune", SILICA, "--count", "6", "--epochs", "2", "--batch", "3", "--samples", "2"),
+        *("--noise-rate", "0.05", "--dry-run", "--out", "x"),
     )
     assert by_file.exit_code == by_flags.exit_code == 0, by_file.output
     settings, timing = by_file.stdout.rsplit("#", 1)

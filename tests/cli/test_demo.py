@@ -4,14 +4,18 @@ import pytest
 from typer.testing import CliRunner
 
 import pmlip
+from pmlip import datasets
 from pmlip.cli import app, demo
 
 pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
 
 
+@pytest.mark.usefixtures("quick_energy_zero")
 def test_the_demo_trains_shows_and_saves(tmp_path: Path, monkeypatch):
     for name, small in (("TRAINING", 8), ("VALIDATION", 2), ("TEST_SAMPLES", 3)):
         monkeypatch.setattr(demo, name, small)
+    whole = datasets.silica_pbe
+    monkeypatch.setattr(datasets, "silica_pbe", lambda part: whole(part)[:8])
     result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path), "--steps", "2"], env={"COLUMNS": "140"})
     assert result.exit_code == 0, result.output
     rows = [line for line in result.stdout.splitlines() if any(f" {name} " in line for name in demo.TESTS.values())]

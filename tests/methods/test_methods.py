@@ -22,6 +22,8 @@ from tiny import tiny_backbone
 CONFIG = FinetuneConfig(epochs=10, batch=4, samples=3, noise_rate=1e-2, backbone_rate=3e-3, validations=2)
 ALL = [name for name in methods.available() if name != "confidence"]  # which needs Orb-v3's head
 
+pytestmark = pytest.mark.usefixtures("quick_energy_zero")
+
 
 def train(name, **options):
     data = molecules(16)

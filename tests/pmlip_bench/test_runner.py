@@ -1,3 +1,4 @@
+import fcntl
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pmlip.atomic_files import write_json
 from pmlip_bench.runner import Cell, CellError, read_cells, run_cells
 
 CELLS = [Cell("p-egnn", size, seed) for size in (10, 20) for seed in range(2)]
@@ -48,17 +50,30 @@ def test_a_cell_that_fails_does_not_stop_the_others(folders):
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_worker_that_dies_takes_no_other_cells_along(folders, jobs):
-    results, _ = folders
+    results, notes = folders
     with pytest.raises(CellError, match=f"1 of 4 cells failed: {CELLS[1].name}"):
-        run_cells(CELLS, dies_once, results, jobs=jobs)
+        run_cells(CELLS, partial(dies_once, note=notes, wait=jobs > 1), results, jobs=jobs)
     assert set(read_cells(results)) == {CELLS[0], CELLS[2], CELLS[3]}
 
 
-def dies_once(cell):
+def dies_once(cell, *, note, wait):
+    """The second cell dies. With wait=True the first is still at work when the run has noticed that."""
+    pid = Path(note) / "pid"
     if cell == CELLS[1]:
+        write_json(pid, os.getpid())
         os._exit(1)
-    time.sleep(1)  # longer than it takes to die
+    while wait and not (pid.exists() and not is_running(json.loads(pid.read_text()))):
+        time.sleep(0.05)
     return {"value": cell.seed}
+
+
+def is_running(pid):
+    """Until its parent has noticed that it died."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_a_killed_run_is_resumed_and_gives_what_an_uninterrupted_one_gives(folders):
@@ -116,7 +131,7 @@ def test_an_interrupted_run_begins_no_other_cell(begun):
     """Ctrl-C reaches the workers too, which would go on with what is queued for them."""
     process, notes = begun
     os.killpg(process.pid, signal.SIGINT)
-    process.wait(timeout=20)  # less than a cell takes
+    process.wait(timeout=300)  # a cell takes longer
     assert [(notes / cell.name).exists() for cell in CELLS] == [True, False, False, False]
 
 
@@ -124,22 +139,25 @@ def test_workers_end_with_a_run_that_is_killed(begun):
     """The signal reaches the parent alone: its workers would work for nobody, and beside those of the next run."""
     process, notes = begun
     process.kill()
-    process.wait(timeout=20)
-    heart = notes / CELLS[0].name
-    for _ in range(20):
-        before = heart.stat().st_mtime_ns
-        time.sleep(1)
-        if heart.stat().st_mtime_ns == before:
-            break
-    else:
-        pytest.fail("the worker goes on")
+    process.wait()
+    with (notes / "lock").open() as lock:
+        for _ in range(3000):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
+        else:
+            pytest.fail("the worker goes on")
     assert not (notes / CELLS[1].name).exists()
 
 
 def marked(cell, *, note):
-    for _ in range(600):
+    """A cell that does not end; its worker holds a lock as long as it lives."""
+    with (Path(note) / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         (Path(note) / cell.name).touch()
-        time.sleep(0.1)
+        time.sleep(600)
 
 
 def total(cell):

@@ -1,4 +1,6 @@
+import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -8,28 +10,42 @@ from pmlip.cli import app
 from pmlip_bench import speed, speed_tables
 
 
-def test_the_crps_table_and_its_result_file(tmp_path, monkeypatch):
+@pytest.fixture
+def measured(monkeypatch):
+    """Makes the clock of the benchmark show given durations, in the order in which it measures."""
+
+    def measured(durations):
+        ticks = itertools.chain.from_iterable((0.0, seconds) for seconds in durations)
+        monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+        monkeypatch.setattr(speed, "SECONDS", 0.0)  # one run for each measurement
+
+    return measured
+
+
+def test_the_crps_table_and_its_result_file(tmp_path, monkeypatch, measured):
     monkeypatch.setattr(speed, "ENTRIES", 200)
     monkeypatch.setattr(speed, "SAMPLES", (5, 30))
     monkeypatch.setattr(speed, "PAIRS", 30 * 30 * 50)
-    monkeypatch.setattr(speed, "SECONDS", 0.0)
+    measured(itertools.repeat(0.5))
     speed.run("crps", tmp_path, Console(quiet=True))
     result = json.loads((tmp_path / "crps.json").read_text())
     assert len(result["rows"]) == 2 * 2 * 3
-    assert all(row["seconds"] > 0 for row in result["rows"])
-    measured = {(row["samples"], row["contestant"]): row["entries_measured"] for row in result["rows"]}
-    assert measured[30, "double sum"] == 50  # the rest is scaled, and said to be
-    assert measured[30, "pmlip"] == 200
+    found = {(row["samples"], row["contestant"]): (row["entries_measured"], row["seconds"]) for row in result["rows"]}
+    assert found[30, "pmlip"] == (200, 0.5)
+    assert found[30, "double sum"] == (50, 0.5 * 200 / 50)  # a part is measured, and its time scaled to the whole
     assert result["versions"]["torch"]
     assert result["machine"]["cores"]
 
 
-def test_the_nbody_table_and_its_result_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(speed, "SECONDS", 0.0)
+def test_the_nbody_table_and_its_result_file(tmp_path, monkeypatch, measured):
+    measured([0.01, 0.25, 2.0, 0.5])  # our step, the textbook's, 2000 trajectories of ours, one of the plain loop
     monkeypatch.setattr("pmlip_bench.nbody.training.shutil.which", lambda name: None)  # compiling takes half a minute
     speed.run("nbody", tmp_path, Console(quiet=True))
-    rows = json.loads((tmp_path / "nbody.json").read_text())["rows"]
-    assert all(row["ratio"] == pytest.approx(row["plain"] / row["seconds"]) for row in rows)
+    result = json.loads((tmp_path / "nbody.json").read_text())
+    assert [row["ratio"] for row in result["rows"]] == pytest.approx([25, 500])
+    step, trajectory = speed_tables.nbody_markdown(result).splitlines()[2:]
+    assert step.endswith("| 10.00 ms | 250.0 ms | 25.0 |")
+    assert trajectory.endswith("| 1.00 ms | 500.0 ms | 500.0 |")
 
 
 def test_an_unknown_part_is_bad_input():
@@ -45,9 +61,10 @@ def test_every_command_explains_itself(command):
     assert "Usage" in result.output
 
 
-def test_prediction_beside_the_stock_calculator():
+def test_prediction_beside_the_stock_calculator(measured):
+    """Seconds per structure and sample: of ours 3 structures are measured, of the stock calculator 1."""
     pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
+    measured([12.0, 8.0, 4.0])  # our samples together, the stock calculator's one by one
     result = speed.measure_predict(Console(quiet=True), count=3, samples=2)
-    (row,) = result["rows"]
-    assert row["ratio"] == row["stock"] / row["seconds"]
-    assert "| chgnet | " in speed_tables.predict_markdown([result])
+    assert result["rows"] == [{"backbone": "chgnet", "seconds": 2.0, "stock": 6.0, "ratio": 3.0}]
+    assert "| chgnet | 2000.0 ms | 6000.0 ms | 3.00 |" in speed_tables.predict_markdown([result])

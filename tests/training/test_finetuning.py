@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +23,8 @@ from pmlip.structures.labels import fingerprint, labels
 from pmlip.training import batches, finetuning
 from pmlip.training.finetuning import finetune
 from tiny import tiny_backbone
+
+pytestmark = pytest.mark.usefixtures("quick_energy_zero")
 
 
 def test_training_lowers_the_score_and_repeats():
@@ -101,9 +102,11 @@ def test_the_best_weights_are_kept_and_patience_ends_a_run():
 SCRIPT = """
     import sys, time, torch
     torch.set_num_threads(1)
-    import pmlip.training
+    import pmlip.training.finetuning
     from molecules import CONFIG, model, molecules
-    from pmlip.training import finetune
+    from pmlip.training.finetuning import finetune
+    from pmlip.methods import _energy_zero
+    _energy_zero.PAIRS_FOR_SLOPE = _energy_zero.CURVED_DIRECTIONS = 2
     pmlip.training.finetuning.SAVE_EVERY = 0.0
     data, trained = molecules(), model()
 
@@ -117,11 +120,14 @@ SCRIPT = """
 """
 
 
+def environment():
+    """Of a process that imports the helpers of the tests."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
 def start(folder, pause):
-    tests = str(Path(__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": tests}
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(folder), str(pause)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, env=environment(), text=True)
 
 
 def test_a_killed_run_ends_where_an_uninterrupted_one_ends(tmp_path):
@@ -261,7 +267,9 @@ DISTRIBUTED = """
     from pmlip.training.distributed import Processes
     from dataclasses import replace
     from molecules import CONFIG, model, molecules
-    from pmlip.training import finetune
+    from pmlip.methods import _energy_zero
+    from pmlip.training.finetuning import finetune
+    _energy_zero.PAIRS_FOR_SLOPE = _energy_zero.CURVED_DIRECTIONS = 2
     processes = Processes.start("cpu")
     data, trained = molecules(), model()
     finetune(trained, data[:7], valid=data[7:], config=replace(CONFIG, batch=3), processes=processes)
@@ -280,7 +288,6 @@ def test_two_processes_give_what_one_gives(tmp_path):
     finetune(alone, data[:7], valid=data[7:], config=replace(CONFIG, batch=3))
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(DISTRIBUTED))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [
         "-m",
         "torch.distributed.run",
@@ -290,7 +297,7 @@ def test_two_processes_give_what_one_gives(tmp_path):
         str(script),
         str(tmp_path / "two.pt"),
     ]
-    subprocess.run([sys.executable, *command], env=environment, check=True, capture_output=True, timeout=600)
+    subprocess.run([sys.executable, *command], env=environment(), check=True, capture_output=True, timeout=600)
     together = torch.load(tmp_path / "two.pt", weights_only=True)["state"]
     assert_same(together, state(alone), rtol=1e-7, atol=1e-9)
 

@@ -16,6 +16,8 @@ from pmlip.training.finetuning import finetune
 from pmlip.training.objective import Objective
 from pmlip_bench.silica.variants import AS_IN_THE_PAPER
 
+pytestmark = pytest.mark.usefixtures("quick_energy_zero")
+
 
 def objective(trained, config, scales):
     return Objective(trained, config, scales, Processes())

@@ -17,6 +17,18 @@ def invoke(*arguments):
     return CliRunner().invoke(app, ["bench", "nbody", *arguments])
 
 
+def test_one_cell_from_end_to_end(tmp_path, monkeypatch):
+    monkeypatch.setenv("PMLIP_CACHE", str(tmp_path / "cache"))
+    arguments = ["--preset", "quick", "--methods", "p-egnn", "--sizes", "200", "--seeds", "1"]
+    result = invoke(*arguments, "--out", str(tmp_path / "results"))
+    assert result.exit_code == 0, result.output
+    ((cell, content),) = read_cells(tmp_path / "results").items()
+    assert (cell.method, cell.size, cell.seed) == ("p-egnn", 200, 0)
+    assert 0 < content["test"]["crps"] < content["test_at_zero_noise"]["crps"]
+    assert (tmp_path / "results" / "table.md").read_text().splitlines()[2].startswith("| p-egnn | 200 |")
+
+
+@pytest.mark.slow
 def test_the_quick_preset_from_end_to_end(tmp_path, monkeypatch):
     monkeypatch.setenv("PMLIP_CACHE", str(tmp_path / "cache"))
     out = tmp_path / "results"

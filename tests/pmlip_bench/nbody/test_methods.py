@@ -33,7 +33,7 @@ def test_samples_are_functions_of_their_number_and_not_of_the_batch(monkeypatch)
     out = method.sample(all_of_it, samples=6, seed=3)
     assert out.positions.shape == (6, 200, 3)
     assert out.systems == 40
-    monkeypatch.setattr("pmlip.nbody.methods.CHUNK", 20)
+    monkeypatch.setattr("pmlip.nbody.p_egnn.CHUNK", 20)
     again = method.sample(all_of_it.part(4, 9), samples=4, seed=3)
     torch.testing.assert_close(again.positions, out.positions[:4, 20:45])
 
@@ -275,7 +275,7 @@ def test_a_compiled_network_trains_alike(monkeypatch):
     """With noise, and with random numbers drawn inside."""
     ends = []
     for compile_from in (1000, 1):
-        monkeypatch.setattr("pmlip.nbody.training.COMPILE_FROM", compile_from)
+        monkeypatch.setattr("pmlip_bench.nbody.training.COMPILE_FROM", compile_from)
         torch.manual_seed(0)
         method = PBLIP(EGNNConfig(layers=1, width=8))
         done = train(method, data(), Recipe(shrink=0.0, epochs=8, batch=20), seed=0)

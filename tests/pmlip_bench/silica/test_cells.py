@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 from pmlip import datasets
 from pmlip.atomic_files import write_json
 from pmlip.cli import app
-from pmlip.methods import _energy_zero
 from pmlip.training.config import FinetuneConfig
 from pmlip_bench.runner import Cell
 from pmlip_bench.silica import cells as benchmark
@@ -29,6 +28,7 @@ def invoke(*arguments):
     return CliRunner().invoke(app, ["bench", "silica", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_from_end_to_end(tmp_path):
     write(tmp_path / "small.extxyz", datasets.silica_pbe("train")[:40])
     write(tmp_path / "hot.extxyz", datasets.silica_pbe("hot")[:4])
@@ -139,6 +139,7 @@ def test_labels_may_have_names_of_their_own(tmp_path):
     assert [atoms.get_potential_energy() for atoms in read] == [atoms.get_potential_energy() for atoms in given]
 
 
+@pytest.mark.usefixtures("quick_energy_zero")
 def test_the_command_for_the_setting_of_the_paper_with_a_small_orb_and_a_file_of_its_form(tmp_path, monkeypatch):
     """Training from the front of one file, test on another, kcal/mol, weights of Orb-v3 from a local file."""
     import orb_models.forcefield.pretrained as package
@@ -154,8 +155,6 @@ def test_the_command_for_the_setting_of_the_paper_with_a_small_orb_and_a_file_of
             write_json(cell.file(folder), job(cell))
 
     monkeypatch.setattr(benchmark, "run_cells", in_this_process)
-    for name in ("PAIRS_FOR_SLOPE", "CURVED_DIRECTIONS"):  # of what is fitted in the end, which here takes longest
-        monkeypatch.setattr(_energy_zero, name, 2)
     for method in ("p", "blip"):
         monkeypatch.setitem(tables.PAPER, (method, 3), tables.PAPER[method, 32])
     backbone, out = "orb:orb_v3_direct_20_omat", tmp_path / "results"
