@@ -252,7 +252,8 @@ def test_without_a_number_there_are_the_usual_samples_or_all_there_are():
 def test_a_trained_blip_can_be_copied():
     made = methods.make("blip", tiny_backbone())
     finetune(made, molecules(8), config=replace(CONFIG, offsets=False, epochs=1))
-    copy.deepcopy(made)
+    given, expected = (some.sample(molecules(2), samples=2) for some in (copy.deepcopy(made), made))
+    assert torch.equal(given.forces, expected.forces)
 
 
 def test_the_one_member_of_a_deterministic_model_is_its_backbone():
