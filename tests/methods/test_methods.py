@@ -263,7 +263,9 @@ def test_the_one_member_of_a_deterministic_model_is_its_backbone():
 
 
 def test_trivial_widths_need_validation_data():
-    with pytest.raises(ValueError, match="this method fits its widths to validation data, and none were given"):
+    with pytest.raises(
+        ValueError, match=r"this method fits its widths to validation data; pass structures as valid=\.\.\."
+    ):
         finetune(methods.make("constant", tiny_backbone()), molecules(), config=CONFIG)
 
 
