@@ -134,7 +134,7 @@ def test_envelopes_of_ones_own_must_be_given_again(tmp_path):
     for backbone, name in ((network(), "0"), (tiny_backbone(), "message.0")):
         sites = [pmlip.Site(name, envelope=nn.Identity())]
         pmlip.perturb(backbone, sites=sites).save(tmp_path / "model.pt")
-        with pytest.raises(pmlip.CheckpointError, match="custom envelopes; pass sites="):
+        with pytest.raises(pmlip.CheckpointError, match="custom envelopes, which are not stored; pass sites="):
             pmlip.load(tmp_path / "model.pt", backbone=backbone)
         loaded = pmlip.load(tmp_path / "model.pt", backbone=backbone, sites=sites)
         assert loaded.sites[0].envelope is sites[0].envelope is not vanish_with_input
