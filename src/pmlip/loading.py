@@ -31,7 +31,7 @@ def load(
     """
     if not isinstance(path, str | Path):
         raise TypeError(
-            f"path must be a str or Path of a saved model, got a {type(path).__name__}; use pmlip.perturb for potentials"
+            f"path must be the file of a saved model, got a {type(path).__name__}; use pmlip.perturb for a potential"
         )
     content = checkpoint.read(path)
     if backbone is None:
