@@ -193,8 +193,11 @@ def test_an_annotated_structure_is_labelled_and_a_copy(model, tmp_path):
         ),
         (lambda model: PMLIPCalculator(model, samples=1), "a spread needs at least 2 samples, got samples=1"),
         (lambda model: PMLIPCalculator(model, point="median"), "point must be one of mean, zero, got 'median'"),
-        (lambda model: Recorder(WATER, "md.extxyz"), "must have a PMLIPCalculator, got NoneType"),
-        (lambda model: Recorder(water(model), "md.pdb"), "uncertainties are written to .extxyz, .xyz, .traj, .db"),
+        (lambda model: Recorder(WATER, "md.extxyz"), "atoms.calc must be a PMLIPCalculator, got NoneType"),
+        (
+            lambda model: Recorder(water(model), "md.pdb"),
+            "path must end in one of .extxyz, .xyz, .traj, .db, got 'md.pdb'",
+        ),
     ],
 )
 def test_bad_input_is_refused(model, make, message):
