@@ -23,7 +23,7 @@ from pmlip.memory import keep_freed_memory
 
 @dataclass(frozen=True)
 class Cell:
-    """One training run of a benchmark."""
+    """One entry of a benchmark: a method, a training size and a seed."""
 
     method: str
     size: int

@@ -278,7 +278,7 @@ def measure_predict(
     model.randomise(0.01, seed=SEED)
     known = silica_pbe("train")
     structures = [known[index % len(known)] for index in range(count)]
-    some = structures[: max(1, count // 40)]  # enough: the time of the stock calculator does not depend on the number
+    some = structures[: max(1, count // 40)]  # enough: the stock calculator takes the same time per structure
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
