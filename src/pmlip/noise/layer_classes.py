@@ -17,7 +17,7 @@ class Mixin(nn.Module):
     family: ClassVar[type["Mixin"]]  # the method's mixin
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # The class is created at run time, so pickle needs a recipe. Mixins can be nested: store all of them.
+        # The class is created at run time, so pickle needs a recipe. Mixins can be nested, so store the whole chain.
         families: list[type[Mixin]] = []
         plain: Any = type(self)
         while "family" in vars(plain):
