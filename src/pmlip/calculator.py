@@ -164,7 +164,7 @@ class Recorder:
 
         dynamics.attach(Recorder(atoms, "md.extxyz"), interval=10)
 
-    extxyz stores uncertainties in `info` and `arrays`; traj stores all of them in `info`; a database stores scalars as
+    extxyz stores uncertainties in `info` and `arrays`; traj stores everything in `info`; a database stores scalars as
     key-value pairs and arrays in `data`. An existing file is extended.
     """
 

@@ -66,7 +66,7 @@ class History:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
-        """A history from the plain values of a file; files before format 4 lack some of them."""
+        """A history from the plain values of a file; files before format 4 lack some values."""
         config = record.get("config", {})
         given = {"config": config, "energy_offsets": config.get("offsets", True)}
         given |= {name: value for name, value in record.items() if name in _names(cls)}

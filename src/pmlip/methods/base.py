@@ -125,9 +125,9 @@ class Method(nn.Module, ABC):
     ) -> tuple[Samples, Outputs]:
         """K samples as from `sample`, and an estimate of the mean over all noise: the best single prediction.
 
-        The mean of K samples is off by spread / sqrt(K), mostly because their draws do not average to zero. Two more
-        passes remove that part where a sample is a function of its draw. The estimate is unbiased, and as smooth a
-        function of the positions as a sample is.
+        The mean of K samples has an error of spread / sqrt(K), mostly because their draws do not average to zero. For
+        P and its ensembles, two more passes per model remove this part of the error. The estimate is unbiased, and as
+        smooth a function of the positions as each sample.
         """
         listed = as_structures(structures)
         if self.one_pass:

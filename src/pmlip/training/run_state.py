@@ -45,7 +45,7 @@ def write_state(file: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(file: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The saved state of the run; None if there is no file. Raises ValueError if the state is from another run."""
+    """The saved state of the run; None without a state file. Raises ValueError if the state is from another run."""
     if not file.exists():
         return None
     try:
