@@ -1,6 +1,6 @@
-"""Write the tables of the result files into the pages: python docs/tables.py
+"""Update the tables in README.md and docs/*.md from the result files: python docs/tables.py
 
-In a page, `<!-- table: NAME -->` and `<!-- end -->` stand around the table; a test fails where one is out of date.
+In a page, each table stands between `<!-- table: NAME -->` and `<!-- end -->`. A test fails if a table is out of date.
 """
 
 import json
@@ -30,7 +30,7 @@ def _read(pattern: str) -> list[Any]:
 
 
 def _silica(data: str, make: Callable[[Results], str]) -> str:
-    """A table of the cells on one data set."""
+    """A table of all cells of one data set."""
     results = read_cells(RESULTS / "silica")
     return make({cell: result for cell, result in results.items() if result["cell"]["data"] == data})
 
@@ -63,7 +63,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def up_to_date(text: str) -> str:
-    """The text of a page with all its tables as the result files have them."""
+    """The text of a page with all tables updated from the result files."""
 
     def replaced(found: re.Match[str]) -> str:
         return f"{found[1]}\n{TABLES[found[2]]().rstrip()}\n{found[3]}"

@@ -1,4 +1,4 @@
-"""MD at constant energy with the mean of the samples, and with one sample alone: how far does the energy drift?
+"""Energy drift of MD at constant energy, with the mean of the samples and with a single sample.
 
 python nve_drift.py p-chgnet/model.pt
 """

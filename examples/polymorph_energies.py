@@ -1,4 +1,4 @@
-"""How much higher in energy is cristobalite than quartz, and how sure is the model of it?
+"""Energy difference between cristobalite and quartz, with an error bar.
 
 python polymorph_energies.py p-chgnet/model.pt
 """
@@ -28,11 +28,11 @@ STRUCTURES = {
 
 
 def energies(calculator: Calculator) -> list[float]:
-    """meV per SiO2."""
+    """Energies of both structures in meV per SiO2."""
     return [3e3 * calculator.get_potential_energy(atoms.copy()) / len(atoms) for atoms in STRUCTURES.values()]
 
 
 found = pmlip.propagate(energies, sys.argv[1], samples=16)
-difference = found.values[:, 1] - found.values[:, 0]  # sample by sample: what the two have in common cancels
+difference = found.values[:, 1] - found.values[:, 0]  # per sample, so that errors common to both structures cancel
 print(f"cristobalite - quartz: {difference.mean():.1f} ± {difference.std(ddof=1):.1f} meV per SiO2")
 print(f"as if the two errors were independent, which is wrong: ± {np.hypot(*found.spread):.1f}")

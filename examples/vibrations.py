@@ -1,4 +1,4 @@
-"""The vibrations of a quartz cell with error bars, by finite differences of the forces of each sample.
+"""Vibrational frequencies of a quartz cell with error bars, from finite differences of the forces of each sample.
 
 python vibrations.py p-chgnet/model.pt
 """
@@ -22,7 +22,7 @@ STEP = 0.01  # Å
 
 
 def frequencies(calculator: Calculator) -> np.ndarray:
-    """Of all modes at the centre of the Brillouin zone, in THz and rising; negative for unstable ones."""
+    """Frequencies at the centre of the Brillouin zone in THz, in ascending order; unstable modes are negative."""
     hessian = []
     for atom in range(len(QUARTZ)):
         for axis in range(3):

@@ -117,7 +117,7 @@ def test_ensembles_have_members_and_row_noise_has_none():
     assert atoms.calc.samples == 3
     assert atoms.get_forces().shape == (3, 3)
     assert len(atoms.calc.members()) == 3
-    with pytest.raises(ValueError, match="numbered 0 to 2, got 3"):
+    with pytest.raises(ValueError, match="numbered 0 to 2, got number=3"):
         ensemble.member(3)
     blip = water(methods.make("blip", tiny_backbone()))
     assert blip.get_forces().shape == (3, 3)
@@ -189,12 +189,15 @@ def test_an_annotated_structure_is_labelled_and_a_copy(model, tmp_path):
         (lambda model: PMLIPCalculator(pmlip.perturb(tiny_backbone())), "was never trained"),
         (
             lambda model: PMLIPCalculator(methods.make("deterministic", tiny_backbone())),
-            "gives one answer and no spread",
+            "gives one prediction and no spread",
         ),
         (lambda model: PMLIPCalculator(model, samples=1), "a spread needs at least 2 samples, got samples=1"),
         (lambda model: PMLIPCalculator(model, point="median"), "point must be one of mean, zero, got 'median'"),
-        (lambda model: Recorder(WATER, "md.extxyz"), "must have a PMLIPCalculator, got NoneType"),
-        (lambda model: Recorder(water(model), "md.pdb"), "uncertainties are written to .extxyz, .xyz, .traj, .db"),
+        (lambda model: Recorder(WATER, "md.extxyz"), "atoms.calc must be a PMLIPCalculator, got NoneType"),
+        (
+            lambda model: Recorder(water(model), "md.pdb"),
+            "path must end in one of .extxyz, .xyz, .traj, .db, got 'md.pdb'",
+        ),
     ],
 )
 def test_bad_input_is_refused(model, make, message):

@@ -47,7 +47,7 @@ def test_a_level_needs_enough_structures():
     scores = np.arange(19.0)
     assert conformal_factor(scores, np.arange(19), level=0.95) == 18  # the largest of 19: exactly 19 / 20
     assert conformal_factor(scores[:18], np.arange(18), level=0.95) is None
-    with pytest.raises(ValueError, match=r"lies between 0 and 1, got 1\.5"):
+    with pytest.raises(ValueError, match=r"level must lie between 0 and 1, got level=1\.5"):
         conformal_factor(scores, np.arange(19), level=1.5)
 
 

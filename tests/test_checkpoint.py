@@ -106,12 +106,14 @@ def test_potentials_of_older_formats_have_a_straight_zero_of_their_energies(name
 
 def test_a_newer_format_is_refused(file):
     change(file, version=checkpoint.FORMAT_VERSION + 1, versions={"pmlip": "9.0"})
-    with pytest.raises(pmlip.CheckpointError, match=r"written by pmlip 9.0; this one reads up to format 4"):
+    with pytest.raises(
+        pmlip.CheckpointError, match=r"written by pmlip 9.0; the installed version reads formats up to 4"
+    ):
         pmlip.load(file, backbone=network())
 
 
 def test_a_module_without_adapter_must_be_handed_in(file):
-    with pytest.raises(pmlip.CheckpointError, match=r"made from a .*Sequential; hand one in with backbone="):
+    with pytest.raises(pmlip.CheckpointError, match=r"made from a .*Sequential; pass one as backbone="):
         pmlip.load(file)
 
 
@@ -134,7 +136,7 @@ def test_envelopes_of_ones_own_must_be_given_again(tmp_path):
     for backbone, name in ((network(), "0"), (tiny_backbone(), "message.0")):
         sites = [pmlip.Site(name, envelope=nn.Identity())]
         pmlip.perturb(backbone, sites=sites).save(tmp_path / "model.pt")
-        with pytest.raises(pmlip.CheckpointError, match="custom envelopes; pass sites="):
+        with pytest.raises(pmlip.CheckpointError, match="custom envelopes, which are not stored; pass sites="):
             pmlip.load(tmp_path / "model.pt", backbone=backbone)
         loaded = pmlip.load(tmp_path / "model.pt", backbone=backbone, sites=sites)
         assert loaded.sites[0].envelope is sites[0].envelope is not vanish_with_input

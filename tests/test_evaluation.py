@@ -46,7 +46,7 @@ def test_scores_are_those_of_the_samples(model):
 
 
 def test_structures_without_any_label_are_refused(model):
-    with pytest.raises(ValueError, match=r"carry no labels to compare with; Atoms.copy\(\) leaves labels behind"):
+    with pytest.raises(ValueError, match=r"carry no labels to compare with; note that Atoms.copy\(\) drops labels"):
         pmlip.evaluate(model, [atoms.copy() for atoms in molecules(3)])
 
 

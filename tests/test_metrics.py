@@ -201,15 +201,15 @@ def test_a_constant_has_no_rank_correlation():
         (lambda: metrics.spread_skill_ratio([1.0], [1.0], [math.nan], 5), "NaN or infinite"),
         (lambda: metrics.spread_skill_ratio([1.0], [-1.0], [2.0], 5), "must not be negative"),
         (lambda: metrics.z_scores([1.0, 1.0], [0.0, 1.0], [2.0, 2.0], 5), "1 of 2 entries have a spread of zero"),
-        (lambda: metrics.coverage([1.0], [1.0], [2.0], 5, level=95), "between 0 and 1, got 95"),
-        (lambda: metrics.ence([1.0], [1.0], [2.0], 5, bins=10), "1 entries cannot be put into 10 bins"),
+        (lambda: metrics.coverage([1.0], [1.0], [2.0], 5, level=95), "between 0 and 1, got level=95"),
+        (lambda: metrics.ence([1.0], [1.0], [2.0], 5, bins=10), "1 entries cannot be split into bins=10"),
         (lambda: metrics.ence_null(np.zeros((2, 3))), "at least 3 samples, got samples=2"),
         (lambda: metrics.ranks(np.zeros((2, 3)), np.zeros(4)), r"samples \(2, 3\) must be"),
         (lambda: metrics.spearman([], []), "empty"),
         (lambda: metrics.spread_skill_ratio([1.0], [1.0], [1.0], 5), "all errors are zero"),
         (lambda: metrics.ence([1.0, 2.0], [0.0, 1.0], [2.0, 1.0], 5, bins=1), "1 of 2 entries have a spread of zero"),
         (lambda: metrics.auroc([1.0], [math.inf]), "NaN or infinite"),
-        (lambda: metrics.bootstrap(np.mean, [1.0, 2.0], system=[0]), "2 entries, but the system index has 1"),
+        (lambda: metrics.bootstrap(np.mean, [1.0, 2.0], system=[0]), "2 entries, but system has 1"),
     ],
 )
 def test_bad_input_is_refused(call, message):

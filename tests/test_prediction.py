@@ -143,7 +143,7 @@ def test_what_was_begun_otherwise_is_not_continued(model, tmp_path):
     write(tmp_path / "in.extxyz", water(2))
     (tmp_path / "out.extxyz.partial").touch()
     (tmp_path / "out.extxyz.partial.json").write_text('{"samples": 7}')
-    with pytest.raises(ValueError, match=r"out.extxyz.partial was begun with another model, source, samples"):
+    with pytest.raises(ValueError, match=r"out.extxyz.partial belongs to a run with another model, source, samples"):
         predict_file(model, tmp_path / "in.extxyz", tmp_path / "out.extxyz", samples=4)
 
 
@@ -168,7 +168,7 @@ def test_after_a_bad_structure_was_removed_the_rest_goes_on(model, tmp_path, sto
 @pytest.mark.parametrize("kept", [slice(1, None), slice(2)])
 def test_other_structures_under_the_same_name_are_noticed(model, tmp_path, stopped_at_the_last, kept):
     write(tmp_path / "in.traj", stopped_at_the_last[kept])
-    with pytest.raises(ValueError, match="does not end with the structure that"):
+    with pytest.raises(ValueError, match="differs from the structure at its position in"):
         predict_file(model, tmp_path / "in.traj", tmp_path / "out.extxyz", samples=4)
 
 
@@ -178,7 +178,7 @@ def test_bad_input_names_the_file_and_the_structure(model, tmp_path):
     write(tmp_path / "in.traj", structures)
     with pytest.raises(ValueError, match=r"in.traj: structure 4 \(H2O\): a position or a cell vector is NaN"):
         predict_file(model, tmp_path / "in.traj", tmp_path / "out.extxyz")
-    with pytest.raises(ValueError, match=r"to a file that ends in .extxyz, not to 'out.traj'"):
+    with pytest.raises(ValueError, match=r"out must end in .extxyz or .xyz, got out='out.traj'"):
         predict_file(model, tmp_path / "in.traj", tmp_path / "out.traj")
     (tmp_path / "there.extxyz").write_text("something")
     with pytest.raises(ValueError, match="exists already"):

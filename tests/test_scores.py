@@ -136,7 +136,7 @@ def test_shapes_that_do_not_fit_are_refused(samples, target, message):
 
 
 def test_the_energy_score_of_scalars_is_refused():
-    with pytest.raises(ValueError, match="one of vectors"):
+    with pytest.raises(ValueError, match="the energy score needs vectors"):
         energy_score(torch.randn(5), torch.tensor(0.0))
 
 

@@ -1,15 +1,15 @@
-"""Make the silica set that ships with pmlip: SiO2 labelled with PBE by Quantum ESPRESSO.
+"""Make the silica set that ships with pmlip: SiO2 structures with PBE labels from Quantum ESPRESSO.
 
-    apt-get install quantum-espresso libopenblas0-serial         # pw.x 6.7; with the plain BLAS it takes twice as long
-    pip download --no-deps --no-binary :all: upf_tools==0.0.1    # tests/sssp holds the SSSP pseudopotentials
+    apt-get install quantum-espresso libopenblas0-serial         # pw.x 6.7; the reference BLAS is half as fast
+    pip download --no-deps --no-binary :all: upf_tools==0.0.1    # tests/sssp has the SSSP pseudopotentials
     tar xzf upf_tools-0.0.1.tar.gz
     python make.py converge --pseudo upf_tools-0.0.1/tests/sssp --out convergence
-    python make.py draw structures.extxyz                        # or: xz -dk structures.extxyz.xz, which holds them
+    python make.py draw structures.extxyz                        # or use the stored file: xz -dk structures.extxyz.xz
     python make.py label structures.extxyz --pseudo upf_tools-0.0.1/tests/sssp --labels labels --jobs 2
     python make.py collect structures.extxyz --labels labels --out ../../src/pmlip/data/silica_pbe.extxyz.xz
-    python make.py restore ../../src/pmlip/data/silica_pbe.extxyz.xz --labels labels     # to go on from a collected set
+    python make.py restore ../../src/pmlip/data/silica_pbe.extxyz.xz --labels labels     # to extend a collected set
 
-There is one file per finished label, so each step can be stopped and started again. README.md says what is in the set.
+Each finished label has its own file, so each step can be interrupted and resumed. README.md describes the set.
 """
 
 import argparse
@@ -37,17 +37,17 @@ PSEUDOPOTENTIALS = {"Si": "Si.pbe-n-rrkjus_psl.1.0.0.UPF", "O": "O.pbe-n-kjpaw_p
 
 @dataclass(frozen=True)
 class Accuracy:
-    cutoff: float = 50.0  # Ry, wave functions; eight times that for the density
-    kpoints: tuple[int, int, int] = (2, 2, 2)  # shifted by half a step, so that half of them are enough
-    threshold: float = 1e-9  # Ry, estimated error of the energy at which the SCF cycle stops
+    cutoff: float = 50.0  # Ry, for wave functions; the density cutoff is 8 times larger
+    kpoints: tuple[int, int, int] = (2, 2, 2)  # shifted by half a step, so that symmetry removes half of the points
+    threshold: float = 1e-9  # Ry; the SCF cycle stops at this estimated energy error
 
 
-SPLIT = {"train": 160, "valid": 32, "test": 48}  # of the structures inside the distribution
+SPLIT = {"train": 160, "valid": 32, "test": 48}  # in-distribution structures
 KPOINTS = {"quartz": (2, 2, 2), "cristobalite": (2, 2, 2), "stishovite": (3, 3, 4), "coesite": (2, 2, 2)}
 
 
 def polymorph(name: str) -> Atoms:
-    """The primitive cell of a polymorph at its experimental lattice constants."""
+    """The primitive cell of a polymorph with experimental lattice constants."""
     sites, group, cell = {
         "quartz": ([(0.4697, 0, 1 / 3), (0.4135, 0.2669, 0.2145)], 152, [4.913, 4.913, 5.405, 90, 90, 120]),
         "cristobalite": ([(0.3003, 0.3003, 0), (0.2392, 0.1044, 0.1787)], 92, [4.972, 4.972, 6.922, 90, 90, 90]),
@@ -72,7 +72,7 @@ def polymorph(name: str) -> Atoms:
 
 
 def draw() -> Iterator[Atoms]:
-    """All structures of the set, unlabelled; each says in its `info` which part it belongs to and how it was made."""
+    """All structures of the set without labels; `info` says which part a structure belongs to and how it was made."""
     index = Counter[str]()
 
     def named(atoms: Atoms, part: str, name: str, how: str, **more: float) -> Atoms:
@@ -119,7 +119,7 @@ def _random_strain(random: np.random.Generator, largest: float) -> np.ndarray:
 
 
 def _size(strain: np.ndarray) -> float:
-    """The strain along the most strained direction, with its sign."""
+    """The principal strain of largest magnitude, with its sign."""
     principal = np.linalg.eigvalsh(strain)
     return round(float(principal[np.abs(principal).argmax()]), 4)
 
@@ -130,13 +130,13 @@ def _strained(atoms: Atoms, strain: np.ndarray) -> Atoms:
 
 
 def _displaced(atoms: Atoms, size: float, random: np.random.Generator) -> Atoms:
-    """Every coordinate moved by a normal number of this width in Å."""
+    """Add Gaussian noise with standard deviation `size` (Å) to every coordinate."""
     atoms.positions += random.normal(scale=size, size=atoms.positions.shape)
     return atoms
 
 
 def _md(atoms: Atoms, temperature: float, *, count: int, random: np.random.Generator) -> Iterator[Atoms]:
-    """Snapshots of MD at constant volume with CHGNet, 0.15 ps apart, after 0.3 ps."""
+    """Snapshots of constant-volume MD with CHGNet, every 0.15 ps after the first 0.3 ps."""
     from chgnet.model.dynamics import CHGNetCalculator
 
     atoms = atoms.copy()
@@ -153,11 +153,11 @@ def _md(atoms: Atoms, temperature: float, *, count: int, random: np.random.Gener
 
 
 class LabelError(RuntimeError):
-    """A calculation that failed; its output is the second argument."""
+    """A DFT calculation failed; the second argument is its output."""
 
 
 def label(atoms: Atoms, pseudo: Path, accuracy: Accuracy) -> Atoms:
-    """The structure with energy, forces and stress of PBE, on one core."""
+    """The structure with PBE energy, forces and stress, computed on one core."""
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         with (directory / "pw.in").open("w") as file:
@@ -200,7 +200,7 @@ def label(atoms: Atoms, pseudo: Path, accuracy: Accuracy) -> Atoms:
         "scf_threshold_Ry": accuracy.threshold,
         "scf_iterations": text.count("iteration #"),
     }
-    # the geometry as it was drawn, not as pw.x printed it with fewer digits
+    # keep the original geometry: pw.x prints it with fewer digits
     labelled.set_cell(atoms.cell)
     labelled.positions = atoms.positions
     labelled.calc.atoms = labelled.copy()
@@ -208,9 +208,10 @@ def label(atoms: Atoms, pseudo: Path, accuracy: Accuracy) -> Atoms:
 
 
 def label_all(structures: list[Atoms], pseudo: Path, labels: Path, *, jobs: int) -> None:
-    """Label those without a file, `jobs` at once; in mixed order, so that a part of the labels is a small set.
+    """Label all structures without a label file, `jobs` at a time.
 
-    Where one fails, its output is kept beside the labels and the others go on.
+    The order is random, so that an incomplete set is a small version of the whole. If a calculation fails, its output
+    is saved next to the labels and the others continue.
     """
     labels.mkdir(parents=True, exist_ok=True)
     mixed = [structures[i] for i in np.random.default_rng(0).permutation(len(structures))]
@@ -237,11 +238,11 @@ def label_all(structures: list[Atoms], pseudo: Path, labels: Path, *, jobs: int)
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(work, mixed))
     if failed:
-        raise SystemExit(f"{len(failed)} labels failed; what pw.x said is in {labels}/*.failed")
+        raise SystemExit(f"{len(failed)} labels failed; the output of pw.x is in {labels}/*.failed")
 
 
 def collect(structures: list[Atoms], labels: Path, out: Path) -> None:
-    """One compressed file of the finished labels, those inside the distribution split by chance."""
+    """Write all finished labels to one compressed file; split the in-distribution structures at random."""
     inside = [atoms.info["id"] for atoms in structures if atoms.info["part"] == "inside"]
     order = [inside[i] for i in np.random.default_rng(0).permutation(len(inside))]
     parts = [name for name, count in SPLIT.items() for _ in range(count)]
@@ -250,7 +251,7 @@ def collect(structures: list[Atoms], labels: Path, out: Path) -> None:
     found = [read(labels / f"{id}.extxyz") for id in ids if (labels / f"{id}.extxyz").exists()]
     for atoms in found:
         atoms.info["part"] = split.get(atoms.info["id"], atoms.info["part"])
-        atoms.calc.results.pop("free_energy", None)  # the same number again: the bands are full or empty
+        atoms.calc.results.pop("free_energy", None)  # equal to the energy: bands are full or empty
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder) / "silica.extxyz"
         write(plain, found, format="extxyz")
@@ -260,7 +261,7 @@ def collect(structures: list[Atoms], labels: Path, out: Path) -> None:
 
 
 def restore(collected: list[Atoms], labels: Path) -> None:
-    """The files of labels that a collected set holds, so that only the others have to be computed."""
+    """Write the label files of a collected set, so that only missing labels are computed."""
     labels.mkdir(parents=True, exist_ok=True)
     for atoms in collected:
         write(labels / f"{atoms.info['id']}.extxyz", atoms, format="extxyz")
@@ -270,15 +271,15 @@ def restore(collected: list[Atoms], labels: Path) -> None:
 
 
 def converge(pseudo: Path, out: Path) -> None:
-    """How far forces, stress and energy differences are from finer calculations, on distorted polymorphs.
+    """Write the errors of forces, stress and energy differences against finer calculations, on distorted polymorphs.
 
-    Cutoffs are compared at the smallest grid of k-points, and grids at the smallest cutoff: the two errors add up.
+    Cutoffs are compared at the coarsest k-point grid, and grids at the smallest cutoff, assuming that both errors add.
     """
     out.mkdir(parents=True, exist_ok=True)
     rows = []
     for name, used in KPOINTS.items():
         if name == "coesite":
-            continue  # like quartz in its bonds, and many times as dear
+            continue  # bonds as in quartz, at a much higher cost
         coarse, finer = (1, 1, 1) if name != "stishovite" else (2, 2, 2), tuple(k + 1 for k in used)
         cutoffs = [Accuracy(cutoff, coarse) for cutoff in (90.0, 60.0, 50.0, 40.0)]
         grids = [Accuracy(40.0, kpoints) for kpoints in (finer, used)]
@@ -294,6 +295,7 @@ def converge(pseudo: Path, out: Path) -> None:
 
 
 def _kept(atoms: Atoms, pseudo: Path, accuracy: Accuracy, out: Path, name: str) -> Atoms:
+    """The labelled structure, read from its file if that exists."""
     file = out / f"{name}-{accuracy.cutoff:.0f}-{'x'.join(map(str, accuracy.kpoints))}.extxyz"
     if not file.exists():
         write(file, label(atoms, pseudo, accuracy), format="extxyz")
@@ -320,14 +322,14 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     steps = {name: commands.add_parser(name) for name in ("converge", "draw", "label", "collect", "restore")}
     for name in ("draw", "label", "collect", "restore"):
-        steps[name].add_argument("structures", type=Path, help="file of structures")
+        steps[name].add_argument("structures", type=Path, help="file with structures")
     for name in ("converge", "label"):
-        steps[name].add_argument("--pseudo", type=Path, required=True, help="folder of the SSSP pseudopotentials")
+        steps[name].add_argument("--pseudo", type=Path, required=True, help="folder with the SSSP pseudopotentials")
     for name in ("label", "collect", "restore"):
         steps[name].add_argument("--labels", type=Path, required=True, help="folder with one file per finished label")
     for name in ("converge", "collect"):
-        steps[name].add_argument("--out", type=Path, required=True, help="where the result goes")
-    steps["label"].add_argument("--jobs", type=int, default=1, help="labels at once, one core each")
+        steps[name].add_argument("--out", type=Path, required=True, help="output file or folder")
+    steps["label"].add_argument("--jobs", type=int, default=1, help="calculations at the same time, one core each")
     given = parser.parse_args()
     if given.command == "converge":
         converge(given.pseudo, given.out)

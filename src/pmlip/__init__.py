@@ -1,12 +1,12 @@
-"""pmlip makes any machine-learning interatomic potential tell how sure it is.
+"""pmlip gives machine-learning interatomic potentials an uncertainty.
 
-Noise enters at the first linear layer of each message and update MLP, the model is trained with the fair CRPS, and
-every prediction comes as K samples. To read the code, follow the flow of the data:
+It adds noise to the first linear layer of each message and update MLP and trains the model with the fair CRPS. Every
+prediction then consists of K samples, and their spread is the uncertainty. The modules in the order of the data flow:
 
     structures -> backbones -> noise -> perturbed -> methods -> samples -> scores -> losses -> training
         -> calibration | metrics -> evaluation -> report | prediction, calculator, propagation | cli
 
-Importing pmlip imports nothing else: each public name is imported when it is first used.
+Imports are lazy: `import pmlip` loads no other package, and each public name is imported on first use.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Files that appear under their name only once they are complete."""
+"""Atomic writes: a file appears under its name only when it is complete."""
 
 import contextlib
 import json
@@ -10,7 +10,7 @@ from typing import IO, Any
 
 @contextlib.contextmanager
 def atomic_write(path: str | Path) -> Iterator[IO[bytes]]:
-    """Open a file for writing; an interrupted write leaves what was there before."""
+    """Open a file for writing; an interrupted write leaves the old file unchanged."""
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:

@@ -1,4 +1,4 @@
-"""For ASE: a calculator that knows how sure it is, and uncertainties that survive in files.
+"""For ASE: a calculator with uncertainties, and a recorder that writes them to files.
 
 atoms.calc = PMLIPCalculator(model, samples=16)
 atoms.get_forces(); atoms.calc.results["forces_uncertainty"]
@@ -27,27 +27,28 @@ POINTS = ("mean", "zero")
 
 
 class PMLIPCalculator(Calculator):
-    """Energy, forces and stress with their uncertainties: the standard deviations over K samples.
+    """Energy, forces and stress with uncertainties, which are standard deviations over K samples.
 
-    Besides ASE's own properties, `results` holds
+    Besides the standard ASE properties, `results` holds
 
-        energy_uncertainty    eV, of the total energy; it grows like the number of atoms (see docs/method.md)
+        energy_uncertainty    eV, of the total energy; it grows linearly with the number of atoms (see docs/method.md)
         forces_uncertainty    (atom, 3) eV/Å, of each component
-        atom_uncertainty      (atom,) eV/Å, root of the trace of the covariance of its force; the same when turned, if
-                              the potential is equivariant
-        max_atom_uncertainty  eV/Å, its largest value
-        stress_uncertainty    (6,) eV/Å^3, where there is a cell
-        forces_interval       (atom, 3) eV/Å, of a calibrated model with at least as many samples as in its
-                              calibration and point="mean": DFT forces lie within forces ± this as often as was
-                              asked for there
+        atom_uncertainty      (atom,) eV/Å, square root of the trace of the covariance of the atom's force; invariant
+                              under rotation if the potential is equivariant
+        max_atom_uncertainty  eV/Å, largest value of atom_uncertainty
+        stress_uncertainty    (6,) eV/Å^3, for structures with a cell
+        forces_interval       (atom, 3) eV/Å; DFT forces lie within forces ± forces_interval with the probability given
+                              in the calibration. Needs a calibrated model, point="mean", and at least as many samples
+                              as the calibration used.
 
-    and in MACE's naming energy_var and stress_var, their squares. ensembles=True adds energy_ensemble (K,),
-    forces_ensemble (K, atom, 3), stress_ensemble (K, 6), and forces_comm, the second once more.
+    and the variances energy_var and stress_var, named as in MACE. ensembles=True adds energy_ensemble (K,),
+    forces_ensemble (K, atom, 3), stress_ensemble (K, 6), and forces_comm, a second name of forces_ensemble.
 
-    point: "mean" over all noise, as the samples and two more passes tell it (`Method.sample_with_mean`), or "zero", the
-    prediction without noise, for energy, forces and stress. The samples are those of the seed at every call, so for
-    perturbed models and ensembles the energy is as smooth a function of the positions as the backbone's. Where noise
-    belongs to rows (BLIP, dropout), take "zero" for relaxation and MD.
+    point: "mean" gives the mean over all noise for energy, forces and stress, estimated from the samples and two more
+    passes (`Method.sample_with_mean`); "zero" gives the prediction without noise. Every call draws the same samples
+    from the seed. So the energy of perturbed models and ensembles is as smooth a function of the positions as the
+    energy of the backbone. For methods whose noise is drawn per batch row (BLIP, MC dropout), use "zero" for relaxation
+    and MD.
     """
 
     implemented_properties: ClassVar[list[str]] = [
@@ -68,7 +69,7 @@ class PMLIPCalculator(Calculator):
         device: str = "cpu",
         trust: bool = False,
     ) -> None:
-        """model: a model, or the file of one, which is then loaded as `pmlip.load` does with the last three."""
+        """model: a model, or a model file; `weights`, `device` and `trust` are then passed to `pmlip.load`."""
         super().__init__()
         self.model: Method = (
             model if isinstance(model, Method) else load(model, weights=weights, device=device, trust=trust)
@@ -89,7 +90,7 @@ class PMLIPCalculator(Calculator):
             drawn, chosen = self.model.sample_with_mean(self.atoms, samples=self.samples, seed=self.seed)
             calibration = self.model.calibration
             conformal = calibration.conformal_for(self.samples) if calibration else None
-        else:  # intervals are for the mean
+        else:  # conformal intervals hold for the mean only
             conformal = None
             drawn = self.model.sample(self.atoms, samples=self.samples, seed=self.seed)
             chosen = self.model.predict(self.atoms)
@@ -111,33 +112,33 @@ class PMLIPCalculator(Calculator):
                 self.results["stress_ensemble"] = drawn.stress[:, 0].double().numpy()
 
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
-        """What has changed since the last calculation; ASE does not look for charge and spin where potentials do."""
+        """Changes since the last calculation, including charge and spin in `atoms.info`, which ASE ignores."""
         changed: list[str] = super().check_state(atoms, tol=tol)
         if self.atoms is not None and electrons(atoms) != electrons(self.atoms):
             changed.append("info")
         return changed
 
     def export_properties(self) -> Properties:
-        """What ASE knows; it refuses other names."""
+        """The results that ASE defines; its `Properties` rejects other names."""
         return Properties({name: value for name, value in self.results.items() if name in all_outputs})
 
     def annotate(self, atoms: Atoms) -> Atoms:
-        """A copy of the structure that carries energy, forces and stress as labels, and their uncertainties.
+        """A copy of the structure with energy, forces and stress as labels, and their uncertainties.
 
-        The uncertainties are in `info` and `arrays`, where extxyz keeps them; see `Recorder` for other files.
+        The uncertainties are in `info` and `arrays`, which extxyz stores; see `Recorder` for other formats.
         """
         self.get_property("energy", atoms)
         return annotated(atoms, self.results)
 
     def members(self) -> list[Calculator]:
-        """The backbone's own ASE calculator of each sample: K ordinary potentials."""
+        """An ASE calculator of the backbone for each of the K samples."""
         return [self.model.member(k, seed=self.seed).calculator() for k in range(self.samples)]
 
 
 def uncertainties(drawn: Samples, *, conformal: float | None = None) -> list[dict[str, Any]]:
-    """What the samples say of each structure, under the names in `SPREADS_PER_STRUCTURE` and `SPREADS_PER_ATOM`.
+    """Uncertainties of each structure by name (`SPREADS_PER_STRUCTURE` and `SPREADS_PER_ATOM`).
 
-    conformal: the factor that `pmlip.calibration` found for intervals of the forces.
+    conformal: factor of the force intervals, from `Calibration.conformal_for`; None: no intervals.
     """
     spread = drawn.spread
     found = []
@@ -159,20 +160,20 @@ def uncertainties(drawn: Samples, *, conformal: float | None = None) -> list[dic
 
 
 class Recorder:
-    """Writes annotated structures to extxyz, traj or ase.db, one at each call: an observer for relaxations and MD.
+    """An observer for relaxations and MD: each call appends the annotated structure to an extxyz, traj or db file.
 
         dynamics.attach(Recorder(atoms, "md.extxyz"), interval=10)
 
-    extxyz keeps uncertainties in `info` and `arrays`, traj all of them in `info`, a database per structure as
-    key-value pairs and per atom in `data`. An existing file is continued.
+    extxyz stores uncertainties in `info` and `arrays`; traj stores everything in `info`; a database stores scalars as
+    key-value pairs and arrays in `data`. An existing file is extended.
     """
 
     def __init__(self, atoms: Atoms, path: str | Path) -> None:
         if not isinstance(atoms.calc, PMLIPCalculator):
-            raise ValueError(f"the structure must have a PMLIPCalculator, got {type(atoms.calc).__name__}")
+            raise ValueError(f"atoms.calc must be a PMLIPCalculator, got {type(atoms.calc).__name__}")
         self.atoms, self.path = atoms, Path(path)
         if self.path.suffix not in _WRITERS:
-            raise ValueError(f"uncertainties are written to {', '.join(_WRITERS)}, not to {self.path.name!r}")
+            raise ValueError(f"path must end in one of {', '.join(_WRITERS)}, got {self.path.name!r}")
 
     def __call__(self) -> None:
         _WRITERS[self.path.suffix](self.path, self.atoms.calc.annotate(self.atoms))
@@ -183,7 +184,7 @@ def _write_extxyz(path: Path, atoms: Atoms) -> None:
 
 
 def _write_traj(path: Path, atoms: Atoms) -> None:
-    atoms.info |= _per_atom(atoms)  # traj keeps no arrays of other names
+    atoms.info |= _per_atom(atoms)  # traj stores only the arrays that ASE defines
     with Trajectory(path, "a") as trajectory:
         trajectory.write(atoms)
 

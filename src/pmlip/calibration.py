@@ -1,4 +1,4 @@
-"""After training: one factor for the spread, fitted on validation data, and intervals of guaranteed coverage."""
+"""Calibration on validation data: one factor on the spread, and conformal intervals with guaranteed coverage."""
 
 import math
 from collections.abc import Sequence
@@ -17,20 +17,20 @@ from pmlip.spread_fit import LEVEL, SMALLEST, best_factor, check_count, check_le
 from pmlip.structures.atoms import as_structures
 from pmlip.structures.labels import labels, require_labels
 
-ROUNDS = 5  # of fitting and scaling, at most
-CLOSE = 0.01  # a factor this near to 1 changes nothing
+ROUNDS = 5  # largest number of fits
+CLOSE = 0.01  # stop if the next factor differs from 1 by less
 
 
 @dataclass(frozen=True)
 class _Round:
-    """What the noise scaled by a factor gives."""
+    """Results with the noise scaled by a factor."""
 
     factor: float
     crps: float
     ssr: float
-    energy: Tensor  # (structure,) of the mean over all noise, eV per atom
-    forces: Tensor  # of the mean over all noise
-    spread: Tensor  # of the forces
+    energy: Tensor  # (structure,) mean over all noise, eV per atom
+    forces: Tensor  # (atom, 3) mean over all noise
+    spread: Tensor  # (atom, 3) of the forces
 
     @classmethod
     def of(cls, factor: float, drawn: Samples, expected: Outputs, target: Tensor) -> "_Round":
@@ -56,34 +56,38 @@ def calibrate(
     chunk_atoms: int | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
-    """Scale the spread of a model in place, by the factor with the smallest CRPS of the forces of these structures.
+    """Scale the spread of a model in place by the factor with the smallest force CRPS on these structures.
 
-    The factor acts on the noise (or on the width of a Gaussian), so that samples stay potentials, with one factor for
-    energies, forces and stress. Since the response to noise is not quite linear, it is fitted again after each change;
-    what is kept is the best of the factors tried. A constant in the energies is moved so that their mean stays where it
-    was, unless the model was trained without such offsets.
-    data: a name for these structures, for the record. chunk_atoms: as in `Method.sample`.
+    The factor acts on the noise (or on the width of a Gaussian), so each sample remains a potential, and energies,
+    forces and stress share one factor. The response to noise is not exactly linear, so the factor is fitted again after
+    each change, and the best factor is kept. A constant is added to the energies to keep their mean unchanged, unless
+    the model was trained with offsets=False.
+
+    data: name of the structures, stored in the calibration. chunk_atoms: as in `Method.sample`.
     """
     listed = as_structures(valid)
     count = model.spread_samples(samples)
     check_count(count)
     check_level(level)
     require_labels(listed, ["forces"])
-    model.scale_spread(1.0)  # refuses now what cannot be scaled
+    model.scale_spread(1.0)  # raises now if the spread cannot be scaled
     target = labels(listed).forces
     rounds: list[_Round] = []
     factor, step = 1.0, 1.0
     for number in range(ROUNDS):
         drawn, expected = model.sample_with_mean(listed, samples=count, seed=seed, chunk_atoms=chunk_atoms)
         if not rounds and not bool((drawn.spread.forces > SMALLEST_SPREAD).any()):
-            raise ValueError("symmetry fixes all forces of these structures, so they do not tell how large a spread is")
+            raise ValueError(
+                "symmetry fixes all forces of these structures, so the spread cannot be calibrated on them; use "
+                "structures with displaced atoms"
+            )
         rounds.append(_Round.of(factor, drawn, expected, target))
         if progress:
             progress(number + 1, ROUNDS)
         best = min(rounds, key=lambda one: one.crps)
         if best is rounds[-1]:
             step = max(best_factor(drawn.forces.double(), target), SMALLEST / factor)
-        else:  # that was too far: where the response is curved, a wide spread has a bad mean
+        else:  # the step was too large: a non-linear response makes the mean of a wide spread worse
             step = math.sqrt(step)
         last = number == ROUNDS - 1 or abs(step - 1) < CLOSE
         change = best.factor * (1.0 if last else step) / factor

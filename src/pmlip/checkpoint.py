@@ -1,6 +1,6 @@
-"""The file a perturbed model lives in: weights, settings, and what backbone they belong to.
+"""Reads and writes model files: weights, settings, and the backbone they belong to.
 
-Nothing in a file is executed when it is read (`weights_only=True`), and a file is written whole or not at all.
+Reading a file executes no code from it (`weights_only=True`). Writing is atomic.
 """
 
 from collections.abc import Mapping
@@ -18,17 +18,15 @@ from pmlip.errors import CheckpointError
 from pmlip.provenance import Calibration, History
 
 FORMAT_VERSION = 4  # 2: energy_zero of potentials, 3: energy_curvature, 4: typed history and calibration, w_z
-
-
-RUN_FORMAT = "pmlip-run"  # of the state of a run, which is not a model
+RUN_FORMAT = "pmlip-run"  # format of the saved state of a training run
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The backbone a model was made from."""
+    """The backbone that a model was made from."""
 
-    name: str  # as `load_backbone` takes it, or the class of a module that has no adapter
-    adapter: bool  # whether `load_backbone` knows it
+    name: str  # name for `load_backbone`, or the class of a module without an adapter
+    adapter: bool  # whether `load_backbone` can load it
     weights: str  # hash of its weights before any training
 
     @classmethod
@@ -40,15 +38,15 @@ class Origin:
 
     def load(self, *, weights: str | Path | None, trust: bool = False) -> nn.Module:
         if not self.adapter:
-            raise CheckpointError(f"the model was made from a {self.name}; hand one in with backbone=...")
+            raise CheckpointError(f"the model was made from a {self.name}; pass one as backbone=...")
         return load_backbone(self.name, weights=weights, trust=trust)
 
     def check(self, backbone: nn.Module) -> None:
-        """Refuse a backbone that the weights were not made for."""
+        """Raise CheckpointError if the model was made from another backbone."""
         other = Origin.of(backbone)
         if other.name != self.name:
             raise CheckpointError(f"the model was made from {self.name}, not from {other.name}")
-        # Without an adapter the file restores every weight, so only the form of the module matters.
+        # Without an adapter, the file restores all weights, so the weights of the given module do not matter.
         if self.adapter and other.weights != self.weights:
             raise CheckpointError(
                 f"the model was made from {self.name} with weights {self.weights[:12]}, but this backbone has "
@@ -61,7 +59,7 @@ class Checkpoint:
     origin: Origin
     settings: Mapping[str, Any]
     state: Mapping[str, Tensor]
-    versions: Mapping[str, str]  # of pmlip and torch when it was written
+    versions: Mapping[str, str]  # versions of pmlip and torch that wrote the file
     history: History | None
     calibration: Calibration | None
 
@@ -104,8 +102,8 @@ def read(path: str | Path) -> Checkpoint:
         raise CheckpointError(f"{path} is incomplete: it lacks {', '.join(sorted(missing))}")
     if content["version"] > FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format {content['version']}, written by pmlip {content['versions']['pmlip']}; this one "
-            f"reads up to format {FORMAT_VERSION}: pip install -U pmlip"
+            f"{path} has format {content['version']}, written by pmlip {content['versions']['pmlip']}; the installed "
+            f"version reads formats up to {FORMAT_VERSION}: pip install -U pmlip"
         )
     return Checkpoint(
         Origin(**content["origin"]),
@@ -117,7 +115,7 @@ def read(path: str | Path) -> Checkpoint:
 
 
 def _how_it_was_made(content: Mapping[str, Any]) -> tuple[History | None, Calibration | None]:
-    """History and calibration; before format 4 both were in one record, and the first files had none."""
+    """History and calibration. Before format 4, both are in one record, which the first files lack."""
     record = dict(content.get("record", {}))
     calibration = content.get("calibration") or record.pop("calibration", None)
     history = content.get("history") or record

@@ -1,6 +1,7 @@
-"""Sets of DFT structures by name: the silica set that ships with pmlip, and readers for published ones.
+"""Data sets of DFT structures: the silica set that ships with pmlip, and readers for published sets.
 
-A set in a file is asked for as "name:file", for instance "tan_silica:silica_train.xyz"; a plain file is read as it is.
+"name:file" selects the reader of a published set, for instance "tan_silica:silica_train.xyz"; any other file is read by
+`pmlip.read_structures`.
 """
 
 import copy
@@ -25,11 +26,11 @@ UNSEEN_SILICA_PBE = ("hot", "strained", "polymorph")  # out of distribution
 
 
 def silica_pbe(part: str) -> list[Atoms]:
-    """A part of the PBE silica set that ships with pmlip; datasets/silica_pbe says how it was made.
+    """A part of the PBE silica set that ships with pmlip; datasets/silica_pbe describes how it was made.
 
-    train, valid, test: quartz and cristobalite at 300 to 900 K, or with small random displacements and strains to 2 %.
-    Out of distribution: hot (1500 to 3000 K), strained (to 8 %), polymorph (stishovite and coesite).
-    eos: perfect quartz at seven volumes, all lengths changed by -3 to 3 %.
+    train, valid, test: quartz and cristobalite at 300 to 900 K, or with small random displacements and strains up to
+    2 %. Out of distribution: hot (1500 to 3000 K), strained (up to 8 %), polymorph (stishovite and coesite).
+    eos: perfect quartz at seven volumes, with all lengths changed by -3 to 3 %.
     """
     if part not in SILICA_PBE_PARTS:
         hint = did_you_mean(part, SILICA_PBE_PARTS)
@@ -39,15 +40,15 @@ def silica_pbe(part: str) -> list[Atoms]:
 
 @functools.cache
 def _whole_silica_pbe() -> list[Atoms]:
-    # to read it takes seconds
+    # cached, because reading takes seconds
     with resources.as_file(resources.files("pmlip") / "data" / "silica_pbe.extxyz.xz") as file:
         return list(read(file, index=":", format="extxyz"))
 
 
 def tan_silica(path: str | Path, **keys: str | None) -> list[Atoms]:
-    """The silica set of Tan et al. (2023) from its extxyz file, which is in kcal/mol; the paper's second benchmark.
+    """The silica set of Tan et al. (2023), the paper's second benchmark, from its extxyz file in kcal/mol.
 
-    keys: names of the labels, as for `pmlip.reading.read_structures`.
+    keys: names of the labels, as for `pmlip.read_structures`.
     """
     structures, _ = read_structures(path, **keys)
     _check_silica(structures, path, unit="kcal/mol", per_atom=(-300.0, -100.0))
@@ -65,7 +66,7 @@ _IN_FILES: Mapping[str, Callable[..., list[Atoms]]] = {"tan_silica": tan_silica,
 
 
 def read_set(given: str, **keys: str | None) -> list[Atoms]:
-    """The structures of "file" or "name:file"; keys: names of the labels, as for `pmlip.reading.read_structures`."""
+    """The structures of "file" or "name:file"; keys: names of the labels, as for `pmlip.read_structures`."""
     name, colon, file = given.partition(":")
     if not colon or Path(given).exists():
         return read_structures(given, **keys)[0]
@@ -76,7 +77,10 @@ def read_set(given: str, **keys: str | None) -> list[Atoms]:
 
 
 def _check_silica(structures: Sequence[Atoms], path: str | Path, *, unit: str, per_atom: tuple[float, float]) -> None:
-    """Silica has energies of -4 to -13 eV per atom against its atoms, so a wrong unit is seen."""
+    """Raise ValueError unless all structures are silica with energies in `unit`.
+
+    Relative to isolated atoms, silica has -4 to -13 eV per atom, so a wrong unit is detected.
+    """
     for index, atoms in enumerate(structures):
         if set(atoms.symbols) != {"Si", "O"}:
             raise ValueError(f"{path}: structure {index} is {atoms.get_chemical_formula()}, not silica")
@@ -87,12 +91,12 @@ def _check_silica(structures: Sequence[Atoms], path: str | Path, *, unit: str, p
     if not low < energy < high:
         raise ValueError(
             f"{path}: its energies are {energy:.4g} per atom, but in {unit} they would lie between {low:g} and "
-            f"{high:g}; is the file in another unit?"
+            f"{high:g}; check the unit of the file"
         )
 
 
 def _scaled(atoms: Atoms, unit: float) -> Atoms:
-    """The structure with its labels multiplied by this."""
+    """A copy of the structure with its labels multiplied by `unit`."""
     results = {name: unit * value for name, value in atoms.calc.results.items()}
     scaled = atoms.copy()
     scaled.calc = SinglePointCalculator(scaled, **results)

@@ -1,24 +1,24 @@
-"""What helps to understand an error: what a misspelt name was probably meant to be, the heart of a long message."""
+"""Error classes, and helper functions for error messages."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class CheckpointError(ValueError):
-    """A file that cannot be used, and why."""
+    """A model file cannot be used; the message says why."""
 
 
 class RunFailedError(RuntimeError):
-    """A long run failed, for the reason given; what it finished is kept."""
+    """A long run failed; finished parts are kept."""
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
-    """The end of a sentence, "; did you mean 'blip'?", or nothing where no name is close."""
+    """Return "; did you mean 'blip'?" for the closest allowed name, or "" if none is close."""
     close = difflib.get_close_matches(given, list(allowed), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def first_reason(error: Exception) -> str:
-    """The first line that says something: torch tells of every weight that does not fit, below a heading."""
+    """Return the first informative line of an error; torch lists all mismatched weights below a heading."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[1] if lines[0].endswith(":") and len(lines) > 1 else lines[0]

@@ -1,4 +1,4 @@
-"""How good a model and its uncertainty are on structures with labels."""
+"""Scores of a model and its uncertainty on structures with labels."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -22,15 +22,15 @@ from pmlip.structures.labels import labels
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Evaluation:
-    """Samples and labels of structures, and their scores in eV and Å; energies per atom."""
+    """Samples and labels of structures, and the scores of the samples in eV and Å; energies are per atom."""
 
     drawn: Samples
-    expected: Outputs  # the mean over all noise, as well as it can be estimated
+    expected: Outputs  # estimate of the mean over all noise
     point: Outputs  # the prediction without noise
     target: Outputs
-    seconds: float = 0.0  # for the K samples
+    seconds: float = 0.0  # time to draw the samples
     listed: Sequence[Atoms] = ()  # the structures
-    crps: Mapping[str, Tensor] | None = None  # per entry, if it is not the fair CRPS of the samples
+    crps: Mapping[str, Tensor] | None = None  # CRPS per entry; None: the fair CRPS of the samples
 
     def __repr__(self) -> str:
         return f"Evaluation(samples={self.samples}, structures={self.structures}, scores={self.scores})"
@@ -55,7 +55,7 @@ class Evaluation:
 
     @cached_property
     def scores(self) -> dict[str, dict[str, float]]:
-        """Output -> metric -> value, for outputs with labels and metrics that are defined."""
+        """Output -> metric -> value; outputs without labels and undefined metrics are left out."""
         return {name: score_table.scores_of(columns) for name, columns in self.columns.items() if columns.labelled}
 
     @property
@@ -65,7 +65,7 @@ class Evaluation:
 
     @property
     def spread(self) -> np.ndarray:
-        """Root mean square force spread of each structure; 0 if there is none."""
+        """Root mean square force spread of each structure; 0 if the model has no spread."""
         return self.columns["forces"].structure_spread
 
     @property
@@ -74,14 +74,14 @@ class Evaluation:
         return self.columns["forces"].structure_force
 
     def subset(self, samples: int) -> "Evaluation":
-        """The evaluation with the first samples only, and their mean as the expected one."""
+        """The evaluation of the first samples only; their mean replaces the mean over all noise."""
         drawn = self.drawn.subset(samples)
         return Evaluation(drawn, drawn.mean, self.point, self.target, self.seconds, self.listed)
 
     def scaled(self, factor: float, *, energy: float | None = None) -> "Evaluation":
-        """The evaluation with the spread scaled about the mean; energy: a separate factor for the energies."""
+        """The evaluation with the spread scaled about the sample mean; energy: a separate factor for energies."""
         factors = dict.fromkeys(self.columns, factor) | ({} if energy is None else {"energy": energy})
-        # samples scaled about their own mean have no fair score
+        # the fair CRPS is biased for samples scaled about their own mean
         crps = {
             name: fair_crps_of_scaled(columns.samples, columns.label, factors[name])
             for name, columns in self.columns.items()
@@ -98,14 +98,14 @@ def evaluate(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Scores of the samples, of their mean, of the mean over all noise (`Method.sample_with_mean`), and without noise.
+    """Score samples, their mean, the mean over all noise (`Method.sample_with_mean`), and the noise-free prediction.
 
-    Entries without a label do not count. One sample has no spread to score.
+    Entries without a label do not count. Scores of the spread need at least 2 samples.
     """
     listed = as_structures(structures)
     target = labels(listed)
     if not any(bool(values.isfinite().any()) for values in target.values()):
-        raise ValueError("the structures carry no labels to compare with; Atoms.copy() leaves labels behind")
+        raise ValueError("the structures carry no labels to compare with; note that Atoms.copy() drops labels")
     count = model.fixed_samples or samples
     began = time.perf_counter()
     drawn, expected = model.sample_with_mean(listed, samples=count, seed=seed, progress=progress)
@@ -114,7 +114,7 @@ def evaluate(
 
 
 def compare(inside: Evaluation, outside: Evaluation) -> dict[str, float]:
-    """Does the spread rise where the error does? In- against out-of-distribution structures."""
+    """Scores that compare in- and out-of-distribution structures: does the spread rise with the error?"""
     return {
         one.name: one.function(getattr(inside, one.column), getattr(outside, one.column))
         for one in score_table.COMPARISONS
@@ -122,7 +122,7 @@ def compare(inside: Evaluation, outside: Evaluation) -> dict[str, float]:
 
 
 def rank_together(parts: Sequence[Evaluation]) -> dict[str, float]:
-    """How well the spread, and |F| alone, rank the structures of several sets by their error (Spearman)."""
+    """Spearman correlations of the error with the spread, and with |F| alone, over the structures of several sets."""
     result = {}
     for name in ("spearman_structure", "spearman_structure_of_force"):
         metric = score_table.metric(name)
@@ -132,7 +132,7 @@ def rank_together(parts: Sequence[Evaluation]) -> dict[str, float]:
 
 
 def as_record(evaluation: Evaluation) -> dict[str, Any]:
-    """What a result file holds."""
+    """Scores and sizes as plain values, for a result file."""
     return {
         "samples": evaluation.samples,
         "structures": evaluation.structures,

@@ -1,4 +1,4 @@
-"""The former place of `pmlip.noise.injection`: folded MACE models, which are pickles, name it."""
+"""Alias of `pmlip.noise.injection`: older pickles of folded MACE models import from here."""
 
 from pmlip.noise.injection import ShiftedRadial, vanish_with_input
 

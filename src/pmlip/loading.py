@@ -1,4 +1,4 @@
-"""Reading a model back from its file."""
+"""Load a saved model."""
 
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,16 @@ def load(
     device: str = "cpu",
     trust: bool = False,
 ) -> Any:
-    """The model that `save` wrote to `path`, on this device.
+    """Load the model that `save` wrote to `path`.
 
-    A pretrained potential is found by its name (with `weights` where it came from a local file). Any other module must
-    be passed as `backbone`, and its `sites` too if they had custom envelopes. trust: see `load_backbone`.
+    A pretrained potential is loaded again by its name; if it came from a local file, pass that file as `weights`. Any
+    other module must be passed as `backbone`. If its sites had custom envelopes, pass `sites` too. trust: see
+    `load_backbone`.
     """
     if not isinstance(path, str | Path):
-        raise TypeError(f"a model is loaded from a file, got a {type(path).__name__}; is it a potential?")
+        raise TypeError(
+            f"path must be the file of a saved model, got a {type(path).__name__}; use pmlip.perturb for a potential"
+        )
     content = checkpoint.read(path)
     if backbone is None:
         backbone = content.origin.load(weights=weights, trust=trust)
@@ -41,9 +44,9 @@ def load(
         model = perturb_at(
             backbone, _stored_sites(path, content) if sites is None else sites, content.settings["noise_dim"]
         )
-    # the precision of the network; a buffer may have another one
-    weights_of = [content.state[name] for name, _ in model.named_parameters() if name in content.state]
-    model.to(next((value.dtype for value in weights_of if value.is_floating_point()), torch.get_default_dtype()))
+    # take the precision from the parameters: buffers may have another one
+    stored = [content.state[name] for name, _ in model.named_parameters() if name in content.state]
+    model.to(next((value.dtype for value in stored if value.is_floating_point()), torch.get_default_dtype()))
     try:
         model.load_state_dict(dict(content.state))
     except RuntimeError as error:
@@ -56,5 +59,5 @@ def load(
 def _stored_sites(path: str | Path, content: checkpoint.Checkpoint) -> list[Site]:
     stored = content.settings["sites"]
     if any(site["custom_envelope"] for site in stored):
-        raise CheckpointError(f"{path} was made with custom envelopes; pass sites=... again")
+        raise CheckpointError(f"{path} has sites with custom envelopes, which are not stored; pass sites=...")
     return [Site(site["name"], site["rows"]) for site in stored]

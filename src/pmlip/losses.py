@@ -1,4 +1,4 @@
-"""The training loss, CRPS(E/N) + CRPS(F) (+ CRPS(stress)): the only place that reduces and weighs."""
+"""The training loss, CRPS(E/N) + CRPS(F) (+ CRPS(stress)). All reduction and weighting of scores happens here."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -14,7 +14,7 @@ DEFAULT_WEIGHTS: Mapping[str, float] = {"energy": 1.0, "forces": 1.0}
 
 class Loss(NamedTuple):
     total: Tensor  # the weighted sum
-    terms: dict[str, Tensor]  # each term before its weight
+    terms: dict[str, Tensor]  # unweighted terms
 
 
 def crps_loss(
@@ -26,17 +26,17 @@ def crps_loss(
     carriers: Mapping[str, int] | None = None,
     common_energy: float = 1.0,
 ) -> Loss:
-    """sum over outputs of weight * CRPS, averaged over the structures that carry the label.
+    """Return the sum over outputs of weight * CRPS, averaged over the structures that carry the label.
 
-    Energies count per atom; the entries of forces and stress are averaged within their structure. Residuals are
-    formed in double precision before anything else, since single precision cannot hold a total energy. A
-    label that is NaN is missing: its entry leaves both terms of the score, or the spread could grow there unpunished.
+    Energies are scored per atom; entries of forces and stress are averaged within their structure. Residuals are
+    computed in double precision, because single precision is too coarse for total energies. Missing labels (NaN) are
+    left out of both terms of the score; otherwise the spread could grow there without a penalty.
 
-    carriers: how many structures carry each label in the whole batch that this is a part of; then the losses (and
-    gradients) of the parts add up to that of the whole, energies if `common_energy` is 1.
+    carriers: number of structures that carry each label in the full batch, if this call sees a part of it. The losses
+    and gradients of the parts then sum to the full loss; the energy term does so only if common_energy = 1.
 
-    common_energy: what is left of the mean residual of the energies per atom, over all samples and structures, when
-    they are scored; 0: their zero does not count. The energy of a single structure is scored as it is.
+    common_energy: factor on the batch-mean energy error per atom (mean over samples and structures); 0 ignores a
+    constant offset of the energies. A batch with a single energy label is not affected.
     """
     check_weights(weights, allowed=samples)
     terms: dict[str, Tensor] = {}
@@ -50,7 +50,7 @@ def crps_loss(
                 "expected (sample, *label shape)"
             )
         if label.isinf().any():
-            raise ValueError(f"a label of {name} is infinite")
+            raise ValueError(f"a label of {name} is infinite; remove it, or set it to NaN if it is missing")
         total_carriers = None if carriers is None else carriers[name]
         residual = _residual(name, prediction, label, labels, common_energy)
         terms[name] = _mean_crps(name, residual, label, labels, fairness, total_carriers)
@@ -60,16 +60,16 @@ def crps_loss(
     if not total.isfinite():
         bad = [name for name, term in terms.items() if not term.isfinite()]
         raise FloatingPointError(
-            f"the predicted {' and '.join(bad)} hold a NaN or an infinite value; in training, use smaller rates"
+            f"the predicted {' and '.join(bad)} hold a NaN or an infinite value; in training, lower the learning rates"
         )
     return Loss(total, terms)
 
 
 def check_weights(weights: Mapping[str, float], *, allowed: Mapping[str, object]) -> None:
-    """Weights must name known outputs, be non-negative, and not all be zero."""
+    """Raise an error for a weight of an unknown output, a negative weight, or weights that are all zero."""
     for name, weight in weights.items():
         if name not in allowed:
-            raise ValueError(f"a weight for {name!r}, which is not an output; allowed: {', '.join(allowed)}")
+            raise ValueError(f"weights has {name!r}, which is not an output; allowed: {', '.join(allowed)}")
         if not weight >= 0:
             raise ValueError(f"the weight of {name} must not be negative, got {weight}")
     if not any(weights.values()):
@@ -77,7 +77,7 @@ def check_weights(weights: Mapping[str, float], *, allowed: Mapping[str, object]
 
 
 def count_carriers(labels: Outputs) -> dict[str, int]:
-    """How many structures carry each label, wholly or in part."""
+    """Return the number of structures that carry each label, completely or in part."""
     counts = {}
     for name, label in labels.items():
         present = label.isfinite().flatten(1).any(-1) if label.dim() > 1 else label.isfinite()
@@ -86,16 +86,16 @@ def count_carriers(labels: Outputs) -> dict[str, int]:
 
 
 def _residual(name: str, prediction: Tensor, label: Tensor, labels: Outputs, common_energy: float) -> Tensor:
-    """Prediction - label in double precision, of energies per atom; 0 where there is no label."""
+    """Return prediction - label in double precision, per atom for energies; 0 for missing labels."""
     present = label.isfinite()
     residual = torch.where(present, prediction.double() - label, 0.0)
     if name != "energy":
         return residual
     residual = residual / labels.atoms_per_system.to(label.device)
-    if present.sum() < 2:  # it has nothing in common with others
+    if present.sum() < 2:  # one label: the batch mean would be its own error
         return residual
-    common = residual.sum() / (len(residual) * present.sum())
-    return torch.where(present, residual - (1 - common_energy) * common, 0.0)
+    batch_mean = residual.sum() / (len(residual) * present.sum())
+    return torch.where(present, residual - (1 - common_energy) * batch_mean, 0.0)
 
 
 def _mean_crps(
@@ -104,7 +104,7 @@ def _mean_crps(
     present = label.isfinite()
     system, systems = labels.system.to(label.device), labels.systems
     score = almost_fair_crps(residual, torch.zeros_like(label), fairness=fairness)
-    # mean over the labelled entries of each structure, then over the structures that have any
+    # average over the labelled entries of each structure, then over structures with labels
     if name in PER_ATOM:
         mean = mean_per_system(score, system, systems)
         share = mean_per_system(present.double(), system, systems)
@@ -123,12 +123,12 @@ def backpropagate(
     *,
     chunk: int | None = None,
 ) -> Loss:
-    """Add the gradient of `loss(predict(noise))` to the parameters; the loss comes back without its graph.
+    """Add the gradient of `loss(predict(noise))` to the parameters; return the detached loss.
 
-    noise (sample, ...) is cut along its first axis. With `chunk` samples at a time the memory no longer grows
-    with K, and the gradient stays the same: the samples are first predicted without a graph, which gives
-    dLoss/dprediction; then each chunk is run again and takes its part of that vector back. It costs one more
-    forward pass. Random layers of the backbone (dropout) see the same random numbers in both passes.
+    chunk: number of samples per chunk of noise (sample, ...). Memory then does not grow with K, and the gradient is the
+    same. A first pass predicts all samples without a graph and computes dLoss/dprediction. A second pass runs each
+    chunk again and backpropagates its part of dLoss/dprediction. It costs one more forward pass. Random layers of the
+    backbone (dropout) see the same random numbers in both passes.
     """
     if chunk is not None and chunk < 1:
         raise ValueError(f"a chunk must hold at least 1 sample, got chunk={chunk}")

@@ -1,4 +1,4 @@
-"""Any torch module with noise at its sites, whose samples are functions."""
+"""Wrap any torch module with noise, so that each draw defines one sample."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ from pmlip.samples import tensors
 
 
 class Perturbed(nn.Module):
-    """Any module with noise at its sites: `model(*args, noise=e)` is the sample that e names.
+    """A module with noise at its sites: `model(*args, noise=e)` returns the sample of the draw e.
 
-    noise (noise,) is one sample of one system. For a batch, noise (system, noise) with
-    rows={kind: system of each row} for the kinds of rows that the sites name; None instead of an index says that
-    the leading axes of the layers' inputs are the systems. noise=None is z = 0.
+    For one system, noise is (noise,). For a batch, noise is (system, noise), and rows={kind: index} gives the system of
+    each row for every kind of row that the sites use. An index of None means that the leading axes of the layers'
+    inputs are the systems. noise=None sets z = 0.
     """
 
     def __init__(self, backbone: nn.Module, sites: tuple[Site, ...], noise_dim: int) -> None:
@@ -31,23 +31,23 @@ class Perturbed(nn.Module):
         self.sites = sites
         self.noise = Noise(noise_dim).to(next(backbone.parameters()))
         self.backbone = copy.deepcopy(backbone)
-        # the sites of a potential are named as in its package's own model
+        # site names of a backbone are relative to the package's model
         inject(self.backbone.module if isinstance(self.backbone, Backbone) else self.backbone, self.noise, sites)
 
     @property
     def trained(self) -> bool:
-        """Whether any noise weight has left zero."""
+        """Whether any noise weight is non-zero."""
         return any(bool(layer.noise_weight.any()) for layer in noisy_layers(self.backbone))
 
     def noise_parameters(self) -> list[nn.Parameter]:
-        """W_z and the noise weights of all sites, without the backbone's own parameters."""
+        """Return W_z and the noise weights of all sites, without the parameters of the backbone."""
         return [self.noise.w_z, *(layer.noise_weight for layer in noisy_layers(self.backbone))]
 
     @torch.no_grad()
     def randomise(self, std: float | Sequence[float], *, seed: int = 0) -> None:
-        """Give all noise weights random values of this size, or each layer's of its own: a spread without training.
+        """Set the noise weights to normal random values, which gives a spread without training.
 
-        W_z stays as it is.
+        std: standard deviation, one for all layers or one per layer. W_z is not changed.
         """
         generator, layers = torch.Generator().manual_seed(seed), list(noisy_layers(self.backbone))
         sizes = std if isinstance(std, Sequence) else [std] * len(layers)
@@ -56,7 +56,7 @@ class Perturbed(nn.Module):
             weight.copy_(size * torch.randn(weight.shape, generator=generator))
 
     def draw(self, samples: int, *, seed: int = 0, kind: str = "plain") -> Tensor:
-        """The standard normal e of each sample, (sample, noise); see `pmlip.noise.draw` for the kinds."""
+        """Return the standard normal draw e of each sample, (sample, noise); see `pmlip.noise.draw` for `kind`."""
         return draws.draw(samples, self.noise.dim, seed=seed, kind=kind)
 
     def forward(
@@ -70,29 +70,30 @@ class Perturbed(nn.Module):
         try:
             outputs = self.backbone(*args, **kwargs)
             if noise is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                self._put_in_force_again(outputs)
+                self._set_draw_in_backward(outputs)
         finally:
             self.noise.set_draw(None)
         return outputs
 
-    def _put_in_force_again(self, outputs: Any) -> None:
-        """During the backward pass of `outputs` their noise is in force: activation checkpointing runs layers again."""
+    def _set_draw_in_backward(self, outputs: Any) -> None:
+        """Set the same draw during the backward pass, because activation checkpointing runs layers again there."""
         draw, rows = self.noise.draw, self.noise.rows
 
-        def put_back(_: Tensor) -> None:
+        def restore(_: Tensor) -> None:
             self.noise.set_draw(draw, rows)
-            # the engine's own callback for the end of a backward pass, which DDP relies on too
+            # private API for the end of a backward pass, which DDP uses too
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(partial(self.noise.set_draw, None))
 
         for output in tensors(outputs):
             if output.requires_grad:
-                output.register_hook(put_back)
+                output.register_hook(restore)
 
     def fold(self, *, sample: int, seed: int = 0, kind: str = "plain") -> nn.Module:
-        """Sample number `sample` as a plain module of the backbone's own class, with its own state-dict keys.
+        """Return sample number `sample` as a plain module of the backbone's class, with the same state-dict keys.
 
-        A linear layer without a bias gets one, and a layer of e3nn, which has none, stays a small wrapper.
+        The noise becomes a constant: a linear layer without a bias gets one, and an e3nn layer becomes a
+        `ShiftedRadial` with a buffer `shift`.
         """
         if sample < 0:
             raise ValueError(f"samples are numbered from 0, got sample={sample}")
@@ -103,7 +104,7 @@ class Perturbed(nn.Module):
         return copied.backbone
 
     def stored_settings(self) -> dict[str, Any]:
-        """What its file needs to make it again, besides the backbone."""
+        """Return the settings that a checkpoint needs to rebuild the model, besides the backbone."""
         sites = [
             {"name": site.name, "rows": site.rows, "custom_envelope": site.envelope not in (None, vanish_with_input)}
             for site in self.sites
@@ -111,5 +112,5 @@ class Perturbed(nn.Module):
         return {"noise_dim": self.noise.dim, "sites": sites}
 
     def save(self, path: str | Path) -> None:
-        """Write the model to one file, atomically; `pmlip.load` reads it."""
+        """Write the model to a file atomically; `pmlip.load` reads it."""
         checkpoint.write(path, origin=self.origin, settings=self.stored_settings(), state=self.state_dict())

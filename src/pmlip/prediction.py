@@ -1,4 +1,4 @@
-"""Predictions for a file of structures, written as they come: the file may be larger than memory, and a run resumes."""
+"""Predictions for a file of structures. The file may be larger than memory, and an interrupted run resumes."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ from pmlip.structures.annotations import annotated, has_uncertainties, without_u
 from pmlip.structures.atoms import StructureError, as_structures
 from pmlip.structures.files import check_file, iterate
 
-BATCH = 64  # structures between two writes
+BATCH = 64  # structures per write
 
 
 def predict_file(
@@ -32,19 +32,19 @@ def predict_file(
     identity: str = "",
     progress: Callable[[int, int | None], None] | None = None,
 ) -> int:
-    """Write every structure of `source` to the extxyz file `out`, with mean and uncertainties; gives their number.
+    """Write every structure of `source` with its predictions to the extxyz file `out`; returns their number.
 
-    Results that the structures carry stay with them as REF_energy, REF_forces and so on. Until it is complete, the
-    work is in `out` with ".partial" behind its name; called again with the same model (`identity`), source and
-    settings it goes on from there. progress(done, all) is told the number of structures; `all` may not be known.
+    Predictions are the mean over all noise and the uncertainties. Labels in `source` are kept as REF_energy, REF_forces
+    and so on. Unfinished work is in a file named `out` + ".partial": a call with the same model (`identity`), source
+    and settings resumes it. progress(done, total) counts structures; total is None if it is unknown.
     """
     source, out = Path(source), Path(out)
     check_file(source)
     count = model.spread_samples(samples)
     if out.suffix not in (".extxyz", ".xyz"):
-        raise ValueError(f"predictions are written as extxyz, so to a file that ends in .extxyz, not to {out.name!r}")
+        raise ValueError(f"predictions are written as extxyz, so out must end in .extxyz or .xyz, got out={out.name!r}")
     if out.exists():
-        raise ValueError(f"{out} exists already; remove it, or give another name")
+        raise ValueError(f"{out} exists already; remove it, or pass another file as out=...")
     partial, notes = out.with_name(f"{out.name}.partial"), out.with_name(f"{out.name}.partial.json")
     asked: dict[str, Any] = {"model": identity, "source": source.name, "samples": count, "seed": seed}
     done = _resume(partial, notes, asked)
@@ -78,21 +78,24 @@ def predict_file(
 
 
 def _resume(partial: Path, notes: Path, asked: dict[str, Any]) -> int:
-    """How many structures are there already, in whole batches: where noise belongs to rows, it depends on its batch."""
+    """Number of finished structures, after removing an incomplete last batch.
+
+    Whole batches are needed because noise drawn per batch row depends on the batch.
+    """
     if not notes.exists() or not partial.exists():
         partial.unlink(missing_ok=True)
         write_json(notes, asked)
         return 0
     if (found := json.loads(notes.read_text())) != asked:
         changed = ", ".join(name for name in asked if found.get(name) != asked[name])
-        raise ValueError(f"{partial} was begun with another {changed}; remove {notes} to start anew")
+        raise ValueError(f"{partial} belongs to a run with another {changed}; remove {notes} to start again")
     ends = [0, *_frame_ends(partial)][::BATCH]
     os.truncate(partial, ends[-1])
     return (len(ends) - 1) * BATCH
 
 
 def _check_same(expected: Atoms | None, partial: Path, source: Path) -> None:
-    """Refuse to go on with a source that is not the one the last finished structure came from."""
+    """Raise ValueError unless the last finished structure is `expected`, the structure at its position in `source`."""
     last = read(partial, index=-1, format="extxyz")
     if (
         expected is None
@@ -101,12 +104,13 @@ def _check_same(expected: Atoms | None, partial: Path, source: Path) -> None:
         or not np.allclose(last.positions, expected.positions, atol=1e-6)
     ):
         raise ValueError(
-            f"{partial} does not end with the structure that {source} has in that place; remove it to start anew"
+            f"the last structure of {partial} differs from the structure at its position in {source}; remove "
+            f"{partial} to start again"
         )
 
 
 def count_structures(path: Path) -> int | None:
-    """How many structures a file holds, where that is quick to tell."""
+    """Number of structures in a file; None if counting them would be slow."""
     if path.suffix in (".extxyz", ".xyz"):
         return sum(1 for _ in _frame_ends(path))
     if path.suffix == ".npz":
@@ -116,7 +120,7 @@ def count_structures(path: Path) -> int | None:
 
 
 def _frame_ends(path: Path) -> Iterator[int]:
-    """Where each complete frame of an (ext)xyz file ends, in bytes."""
+    """Byte offset of the end of each complete frame of an (ext)xyz file."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -132,19 +136,19 @@ def _frame_ends(path: Path) -> Iterator[int]:
 
 
 def _with_references(atoms: Atoms) -> Atoms:
-    """A copy whose results are called REF_energy and so on, so that predictions can take their names.
+    """A copy whose results are renamed to REF_energy and so on, to free the names for predictions.
 
-    What is called so already stays: then the results are those of another potential. Where there are uncertainties
-    they may be, and are called previous_energy and so on; the uncertainties go.
+    Existing REF_ values are kept, since the results then come from another potential. Results with uncertainties are
+    probably predictions; they are renamed to previous_energy and so on, and their uncertainties are removed.
     """
     results = dict(atoms.calc.results) if atoms.calc is not None else {}
     predicted = has_uncertainties(atoms)
     renamed = without_uncertainties(atoms)
-    # extxyz has a line for all of info, and its writer does not escape what ends a line
+    # extxyz stores info in one line, and its writer does not escape line breaks
     renamed.info = {k: " ".join(v.splitlines()) if isinstance(v, str) else v for k, v in renamed.info.items()}
     for name, value in results.items():
         shape = all_outputs[name].shapespec if name in all_outputs else ()
-        if len(shape) < 3:  # extxyz has no place for more
+        if len(shape) < 3:  # extxyz cannot store arrays with more axes
             place = renamed.arrays if "natoms" in shape else renamed.info
             place.setdefault(f"{'previous' if predicted else 'REF'}_{name}", value)
     return renamed

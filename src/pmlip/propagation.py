@@ -1,4 +1,4 @@
-"""The uncertainty of anything that is computed with a potential: compute it with each sample."""
+"""The uncertainty of any property computed with a potential: compute it with each sample."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from pmlip.methods.base import Method
 
 @dataclass(frozen=True)
 class Propagated:
-    """A property with its uncertainty: its value for each sample."""
+    """The values of a property for each sample, with their mean and spread."""
 
     values: np.ndarray  # (sample, ...)
 
@@ -24,7 +24,7 @@ class Propagated:
 
     @property
     def spread(self) -> np.ndarray:
-        """The standard deviation over samples (ddof = 1)."""
+        """Standard deviation over samples (ddof = 1)."""
         return self.values.std(0, ddof=1)
 
     def __str__(self) -> str:
@@ -39,11 +39,11 @@ def propagate(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Propagated:
-    """function(calculator) for each sample, each being one consistent potential: a number or an array with its spread.
+    """Evaluate function(calculator) for each sample; returns its values with their mean and spread.
 
-    Energy differences, equations of state, elastic constants, phonons, averages over MD: whatever takes an ASE
-    calculator. The model may be given as its file where `pmlip.load` needs nothing but that. progress(done, all) is
-    told how many samples are done.
+    Each sample is one consistent potential. The function takes an ASE calculator and returns a number or an array:
+    energy differences, equations of state, elastic constants, phonons, MD averages. model: a model, or a model file
+    that `pmlip.load` reads without further arguments. progress(done, total) counts samples.
     """
     model = model if isinstance(model, Method) else load(model)
     count = model.spread_samples(samples)
@@ -52,8 +52,8 @@ def propagate(
         values.append(np.asarray(function(model.member(k, seed=seed).calculator()), dtype=float))
         if values[k].shape != values[0].shape:
             raise ValueError(
-                f"the function gave shape {values[k].shape} for sample {k} and {values[0].shape} for sample 0; a "
-                "spread needs the same for all"
+                f"the function gave shape {values[k].shape} for sample {k} and {values[0].shape} for sample 0; it must "
+                "return the same shape for every sample"
             )
         if progress:
             progress(k + 1, count)

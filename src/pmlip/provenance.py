@@ -1,4 +1,4 @@
-"""Where a model and a measurement come from: how a model was trained and calibrated, and on which machine."""
+"""How a model was trained and calibrated, with which software, and on which machine."""
 
 import os
 import platform
@@ -13,28 +13,28 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """How the spread of a model was scaled to validation data."""
+    """How the spread of a model was calibrated on validation data."""
 
-    factor: float  # applied to the noise
-    crps: tuple[float, float]  # eV/Å, of the validation forces before and after
-    ssr: tuple[float, float]  # spread-skill ratio of the validation forces before and after
+    factor: float  # multiplies the noise
+    crps: tuple[float, float]  # eV/Å, of the validation forces, before and after
+    ssr: tuple[float, float]  # spread-skill ratio of the validation forces, before and after
     level: float  # probability of the conformal intervals
     conformal: float | None  # intervals are mean ± conformal * sigma; None: too few structures for the level
     structures: int
-    samples: int  # K during calibration; the intervals hold for at least as many
+    samples: int  # K during calibration; the intervals hold for this number of samples or more
     seed: int = 0
-    shift: float = 0.0  # eV per atom, added to all energies so that their mean stays the same
+    shift: float = 0.0  # eV per atom, added to all energies to keep their mean unchanged
     data: str | None = None  # name of the validation data
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
-        """From the plain values of a file."""
+        """A calibration from the plain values of a file."""
         pairs = {name: tuple(record[name]) for name in ("crps", "ssr")}
         return cls(**{name: value for name, value in record.items() if name in _names(cls)} | pairs)
 
     def conformal_for(self, samples: int) -> float | None:
-        """The factor of the conformal intervals, where it holds for this many samples; fewer give a noisier spread."""
-        return self.conformal if samples >= self.samples else None
+        """Factor of the conformal intervals; None if `samples` is below the number in the calibration."""
+        return self.conformal if samples >= self.samples else None  # the spread of fewer samples is noisier
 
 
 @dataclass(frozen=True)
@@ -50,23 +50,23 @@ class History:
     """How a model was fine-tuned."""
 
     config: Mapping[str, Any]  # the settings of the run, as plain values
-    energy_offsets: bool = True  # whether an energy per element was fitted to the training set
+    energy_offsets: bool = True  # whether energy offsets per element were fitted to the training set
     train: DataSource | None = None
     valid: DataSource | None = None
     steps: int = 0
-    passes: int = 0  # structures times samples through the network and back
+    passes: int = 0  # forward and backward passes: structures times samples
     seconds: float = 0.0
     offsets: Mapping[int, float] = field(default_factory=dict)  # eV per atom, by atomic number
     error_before: Mapping[str, float] = field(default_factory=dict)  # MAE of each label before fine-tuning
-    noise_rate: float | None = None  # learning rate of the parameters that the method added
-    validation: Mapping[str, float] = field(default_factory=dict)  # scores of the weights that were kept
+    noise_rate: float | None = None  # learning rate of the parameters that the method adds
+    validation: Mapping[str, float] = field(default_factory=dict)  # scores of the kept weights
     validation_curve: Sequence[Mapping[str, float]] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     machine: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
-        """From the plain values of a file; files before format 4 name fewer of them."""
+        """A history from the plain values of a file; files before format 4 lack some values."""
         config = record.get("config", {})
         given = {"config": config, "energy_offsets": config.get("offsets", True)}
         given |= {name: value for name, value in record.items() if name in _names(cls)}
@@ -75,11 +75,11 @@ class History:
 
 
 def as_record(history: History | None, calibration: Calibration | None) -> dict[str, Any]:
-    """How a model was made, as plain values to print or to write as JSON."""
+    """History and calibration as plain values, to print or to write as JSON."""
     record: dict[str, Any] = {}
     if history is not None:
         record = asdict(history)
-        del record["energy_offsets"], record["validation_curve"]  # in the config, and too long to print
+        del record["energy_offsets"], record["validation_curve"]  # the first repeats the config, the second is too long
     if calibration is not None:
         record["calibration"] = asdict(calibration)
     return record
@@ -90,7 +90,7 @@ def _names(kind: type) -> set[str]:
 
 
 def environment(*packages: str) -> dict[str, dict[str, Any]]:
-    """Versions, processor and threads of this run."""
+    """Package versions, and processor, threads and GPU of this machine."""
     versions = {"python": platform.python_version()}
     for package in ("pmlip", "torch", "numpy", *packages):
         try:

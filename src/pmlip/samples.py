@@ -1,4 +1,4 @@
-"""What a model gives: named outputs of a batch of structures, once or K times."""
+"""Outputs of a model for a batch of structures: a single prediction or K samples."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 PER_ATOM = ("forces", "positions")  # outputs with one row per atom; all others have one row per system
-SMALLEST_SPREAD = 1e-5  # eV/Å; symmetry fixes a force whose spread is smaller, but for rounding
+SMALLEST_SPREAD = 1e-5  # eV/Å; a smaller spread is rounding error on a force that symmetry fixes
 
 UNTRAINED = (
-    "the noise of this model was never trained (its noise weights are all zero), so its samples say nothing about its "
-    "uncertainty; fine-tune it first, or use `predict`"
+    "the noise of this model was never trained (all noise weights are zero), so its samples give no uncertainty; "
+    "fine-tune it first, or use `predict`"
 )
 
 
@@ -67,7 +67,7 @@ class Outputs(Mapping[str, Tensor]):
 class Samples(Outputs):
     """K samples: the same outputs with the sample axis first, energy (sample, system) and so on."""
 
-    trained: bool = True  # False while the noise weights are all zero: then there is no spread to speak of
+    trained: bool = True  # False if all noise weights are zero: the spread is then meaningless
 
     @property
     def count(self) -> int:
@@ -75,12 +75,12 @@ class Samples(Outputs):
 
     @property
     def mean(self) -> Outputs:
-        """The mean over samples."""
+        """Mean over samples."""
         return Outputs({name: value.mean(0) for name, value in self.items()}, self.system)
 
     @property
     def spread(self) -> Outputs:
-        """The standard deviation over samples (ddof = 1), entry by entry."""
+        """Standard deviation over samples (ddof = 1) of each entry."""
         if self.count < 2:
             raise ValueError(f"a spread needs at least 2 samples, got samples={self.count}")
         if not self.trained:
@@ -88,13 +88,13 @@ class Samples(Outputs):
         return Outputs({name: value.std(0) for name, value in self.items()}, self.system)
 
     def subset(self, samples: int) -> "Samples":
-        """The first `samples` samples."""
+        """Return the first `samples` samples."""
         if not 1 <= samples <= self.count:
-            raise ValueError(f"there are {self.count} samples, so a subset has 1 to {self.count}, not {samples}")
+            raise ValueError(f"samples must be 1 to {self.count}, the number of samples here; got samples={samples}")
         return Samples({name: value[:samples] for name, value in self.items()}, self.system, trained=self.trained)
 
     def scaled(self, factor: float, *, energy: float | None = None) -> "Samples":
-        """The same mean, and the spread times this factor; energy: a factor of its own for the energies."""
+        """Multiply the spread by `factor` and keep the mean; energy: another factor for the energies."""
         mean = self.mean
         factors = dict.fromkeys(self, factor) | ({} if energy is None else {"energy": energy})
         named = {name: mean[name] + factors[name] * (value - mean[name]) for name, value in self.items()}
@@ -102,19 +102,19 @@ class Samples(Outputs):
 
 
 def mean_per_system(values: Tensor, system: Tensor, systems: int) -> Tensor:
-    """Mean of a per-atom quantity (..., atom, component) over the entries of each system: (..., system)."""
+    """Average a per-atom quantity (..., atom, component) over atoms and components of each system: (..., system)."""
     entries = values.mean(-1)
     total = entries.new_zeros(*entries.shape[:-1], systems).index_add_(-1, system, entries)
     return total / torch.bincount(system, minlength=systems)
 
 
 def join(parts: Sequence[Mapping[str, Tensor]], *, axis: int) -> dict[str, Tensor]:
-    """Named outputs joined along an axis: 0 for further samples, 1 for further systems."""
+    """Concatenate named outputs along an axis: 0 for samples, 1 for systems or atoms."""
     return {name: torch.cat([part[name] for part in parts], dim=axis) for name in parts[0]}
 
 
 def tensors(nested: Any) -> Iterator[Tensor]:
-    """All tensors in nested containers and dataclasses."""
+    """Yield all tensors in nested containers and dataclasses."""
     if isinstance(nested, Tensor):
         yield nested
     elif isinstance(nested, Mapping):

@@ -1,10 +1,10 @@
 """The per-row arrays from which every metric is computed: errors, spreads and scores of one output.
 
-The rules for what counts are here and nowhere else:
+This file alone defines which entries count:
 - an entry counts if its label and its prediction are finite;
-- an entry is free if its spread is above zero; symmetry fixes a force whose spread is below SMALLEST_SPREAD;
+- an entry is free if its spread is above zero (forces: above SMALLEST_SPREAD; symmetry fixes the others);
 - atoms and structures are ranked by their forces, and only if every force has a label;
-- one sample, or noise that was never trained, has no spread.
+- one sample, or an untrained model, has no spread.
 """
 
 import math
@@ -44,7 +44,7 @@ NOTHING = Rows(np.zeros(0, dtype=int), {})
 
 
 class Columns:
-    """The rows of one output, each array computed once. Double precision; energies per atom."""
+    """The rows of one output, in double precision; energies are per atom. Each array is computed once."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Columns:
         target: Outputs,
         crps: Tensor | None = None,
     ) -> None:
-        """crps: per entry, if it is not the fair CRPS of the samples."""
+        """crps: CRPS per entry; None: the fair CRPS of the samples."""
         self.output = output
         self.system = drawn.system
         self.systems = drawn.systems
@@ -70,12 +70,12 @@ class Columns:
 
     @cached_property
     def spread(self) -> Tensor:
-        """Standard deviation over samples, of the shape of the label; zero if there is no spread."""
+        """Standard deviation over samples, in the shape of the label; zero if the model has no spread."""
         return self.samples.std(0) if self.has_spread else torch.zeros_like(self.mean)
 
     @cached_property
     def sigma(self) -> Tensor:
-        """Width of the error of the sample mean: `metrics.predictive_sigma` of the spread."""
+        """Expected standard deviation of the error of the sample mean: `metrics.predictive_sigma` of the spread."""
         return math.sqrt(1 + 1 / self.count) * self.spread
 
     @cached_property
@@ -84,17 +84,17 @@ class Columns:
 
     @cached_property
     def present(self) -> Tensor:
-        """Which entries count, of the shape of the label."""
+        """Mask of the entries that count, in the shape of the label."""
         return self.label.isfinite() & self.mean.isfinite()
 
     @cached_property
     def free(self) -> Tensor:
-        """Which entries count and have a spread, of the shape of the label."""
+        """Mask of the entries that count and have a spread, in the shape of the label."""
         return self.present & (self.spread > (SMALLEST_SPREAD if self.output == "forces" else 0))
 
     @cached_property
     def entries(self) -> Rows:
-        """Each component of each row whose label is present."""
+        """Label, errors, spread and CRPS of each component that counts."""
         arrays = {
             "label": self.label,
             "error": self.mean - self.label,
@@ -109,7 +109,7 @@ class Columns:
 
     @cached_property
     def free_entries(self) -> Rows:
-        """The entries with a spread, and whether the label lies in the 95 % interval."""
+        """The entries with a spread; `covered` is 1 where the label lies in the 95 % interval."""
         if not bool(self.free.any()):
             return NOTHING
         rows = self.entries.where(self.free[self.present].numpy())
@@ -118,7 +118,7 @@ class Columns:
 
     @cached_property
     def atoms(self) -> Rows:
-        """Lengths of each atom's force error, force spread and force."""
+        """Norms of the force error, force spread and force of each atom."""
         if not self._ranked:
             return NOTHING
         vectors = {"error": self.mean - self.label, "spread": self.spread, "force": self.mean}
@@ -127,12 +127,12 @@ class Columns:
 
     @cached_property
     def free_atoms(self) -> Rows:
-        """The atoms of structures with a free force; symmetry fixes all forces of the others."""
+        """The atoms of structures with at least one free force."""
         return self.atoms.where(np.isin(self.atoms.system, self.system[self.free.any(-1)].numpy()))
 
     @cached_property
     def structures(self) -> Rows:
-        """Root mean squares of each structure's force errors, spreads and forces, and what is known of its samples."""
+        """Root mean square force error, spread and force of each structure, and statistics of its samples."""
         if not self._ranked:
             return NOTHING
         arrays = {"error": self.structure_error, "spread": self.structure_spread, "force": self.structure_force}
@@ -169,9 +169,9 @@ class Columns:
         return found
 
     def _each_sample_as_truth(self) -> tuple[np.ndarray, np.ndarray]:
-        """Mean square error and variance of each structure, (structure, sample): the sample is the label of the others.
+        """Mean square error and variance of each structure, (structure, sample), with one sample as the label.
 
-        This is what a model would score whose spread is right.
+        The other samples are the prediction. This gives the scores of a perfectly calibrated model.
         """
         total, squares = self.samples.sum(0), self.samples.square().sum(0)
         errors, spreads = [], []

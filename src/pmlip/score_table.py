@@ -1,6 +1,6 @@
-"""The table of metrics. `evaluate`, the terminal, JSON, the report and the benchmarks all read it.
+"""The table of metrics, used by `evaluate`, the terminal, JSON, the report and the benchmarks.
 
-To add a metric, add one entry to METRICS: a function of the columns of `score_columns`, and where it is shown.
+To add a metric, add one entry to METRICS: a function of arrays of `score_columns`, and where to show its value.
 """
 
 import math
@@ -18,7 +18,7 @@ from pmlip.structures import LABELS
 
 @dataclass(frozen=True)
 class Unit:
-    """How values are shown: stored value times scale."""
+    """The unit in which values are shown: shown value = stored value times scale."""
 
     name: str
     scale: float = 1.0
@@ -29,7 +29,7 @@ UNITS = {"energy": Unit("meV/atom", 1e3), "forces": Unit("meV/Å", 1e3), "stress
 
 @dataclass(frozen=True)
 class TableColumn:
-    """A score in the flat result files and tables of the benchmarks."""
+    """A score in the result files and tables of the benchmarks."""
 
     name: str
     title: str
@@ -38,16 +38,16 @@ class TableColumn:
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One score of one output: a function of columns, and where it is shown."""
+    """One score of one output: a function of arrays, and where to show its value."""
 
     name: str  # in `Evaluation.scores` and in JSON
     title: str  # in tables; `heading` adds the kind of rows
     rows: Literal["entries", "free_entries", "atoms", "structures"]  # of `Columns`
-    columns: tuple[str, ...]  # arguments of the function: arrays with one row each
+    columns: tuple[str, ...]  # names of the arrays that the function takes
     function: Callable[..., float]  # NaN where the metric is not defined
     unit: Literal["output", "%", ""] = ""  # "output": the unit of the output
-    fewest: int = 1  # rows below which the metric is not defined
-    outputs: tuple[str, ...] = LABELS  # that have this metric
+    fewest: int = 1  # with fewer rows, the metric is not defined
+    outputs: tuple[str, ...] = LABELS  # outputs with this metric
     terminal: bool = True
     report: tuple[str, ...] = ()  # outputs whose value the report shows
     benchmark: Mapping[str, TableColumn] = field(default_factory=dict)  # output -> name in a benchmark's files
@@ -57,7 +57,7 @@ class Metric:
         return f"{self.title}, {self.rows}" if self.rows in ("atoms", "structures") else self.title
 
     def value(self, columns: Columns) -> float:
-        """NaN where the metric is not defined."""
+        """The value of the metric; NaN if it is not defined."""
         found = self._arrays(columns)
         return self.function(*found[1]) if found else math.nan
 
@@ -73,7 +73,7 @@ class Metric:
         return UNITS[output] if self.unit == "output" else Unit("%", 100.0) if self.unit == "%" else Unit("")
 
     def shown(self, value: float, output: str) -> str:
-        """The value in the unit that tables use."""
+        """The value as text, in the unit of the tables."""
         scaled = self.unit_for(output).scale * value
         if self.unit == "output":
             return f"{scaled:.0f}" if abs(scaled) >= 999.5 else f"{scaled:.3g}"
@@ -103,12 +103,12 @@ def _root_mean_square(values: np.ndarray) -> float:
 
 
 def _spread_skill_ratio(errors: np.ndarray, sigma: np.ndarray) -> float:
-    """Symmetry can make all forces zero, and then the ratio is not defined."""
+    """RMS sigma over RMS error; NaN if all errors are zero, as for forces that symmetry fixes."""
     return _root_mean_square(sigma) / _root_mean_square(errors) if errors.any() else math.nan
 
 
 def _mean_spearman(errors: np.ndarray, spreads: np.ndarray) -> float:
-    """Mean over the columns of (row, column)."""
+    """Mean of the Spearman correlations of matching columns, for arrays (row, column)."""
     return float(np.mean([metrics.spearman(error, spread) for error, spread in zip(errors.T, spreads.T, strict=True)]))
 
 
@@ -123,7 +123,7 @@ METRICS: tuple[Metric, ...] = (
         terminal=False,
         benchmark={"forces": TableColumn("force_mae", "F-MAE", 1), "energy": TableColumn("energy_mae", "E-MAE")},
     ),
-    Metric(  # of the mean over all noise, which is what a calculator gives
+    Metric(  # of the mean over all noise, the prediction of the calculator
         name="mae_expected",
         title="MAE",
         rows="entries",
@@ -248,7 +248,7 @@ METRICS: tuple[Metric, ...] = (
         outputs=("forces",),
         benchmark={"forces": TableColumn("spearman_atom_given_force", "given the force")},
     ),
-    Metric(  # each sample in turn as the label: errors scatter around any spread, so even the right one is below 1
+    Metric(  # each sample in turn as the label; below 1, because errors scatter even if the spread is right
         name="spearman_structure_at_best",
         title="best possible",
         rows="structures",
@@ -273,13 +273,13 @@ METRICS: tuple[Metric, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One score of two sets of structures: a function of a column of each."""
+    """One score that compares two sets of structures: a function of the same column of both."""
 
     name: str  # in JSON and in the files of the benchmarks
     title: str
     short: str  # title in the tables of the benchmarks
-    column: Literal["error", "spread", "force"]  # root mean square of each structure's forces
-    function: Callable[[np.ndarray, np.ndarray], float]  # of the structures in and out of distribution
+    column: Literal["error", "spread", "force"]  # root mean square per structure
+    function: Callable[[np.ndarray, np.ndarray], float]  # arguments: values in and out of distribution
     digits: int = 2
 
 
@@ -311,13 +311,13 @@ def metric(name: str) -> Metric:
 
 
 def scores_of(columns: Columns) -> dict[str, float]:
-    """The metrics of one output that are defined, by name."""
+    """The defined metrics of one output, by name."""
     values = {one.name: one.value(columns) for one in METRICS if columns.output in one.outputs}
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def benchmark_scores(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Scores by their names in a benchmark's files; scores: output -> metric -> value."""
+    """Scores under their names in the benchmark files. scores: output -> metric -> value."""
     return {
         column.name: scores[output][one.name]
         for one in METRICS
@@ -327,7 +327,7 @@ def benchmark_scores(scores: Mapping[str, Mapping[str, float]]) -> dict[str, flo
 
 
 def benchmark_columns() -> dict[str, tuple[TableColumn, float]]:
-    """Column and scale of every score in a benchmark's files, by name."""
+    """Column and scale of every score in the benchmark files, by name."""
     found = {
         column.name: (column, one.unit_for(output).scale) for one in METRICS for output, column in one.benchmark.items()
     }

@@ -1,12 +1,13 @@
-"""Proper scores of K samples against a target: one value per entry, no reduction. Samples come first.
+"""Proper scores of K samples against a target. They return one value per entry, without reduction.
 
-A sample mean and a spread term make up each of them; for the CRPS, with x_(1) <= ... <= x_(K),
+The sample axis comes first. Each score is a mean error minus a spread term. For the CRPS, with sorted samples
+x_(1) <= ... <= x_(K),
 
     mean_k |x_k - y| - c * sum_{i<j} |x_i - x_j|,      sum_{i<j} |x_i - x_j| = sum_k (2k - K - 1) x_(k)
 
-where c = 1 / (K (K-1)) is the fair (unbiased) estimator and c = 1 / K^2 the standard one. Sorting makes
-that O(K log K) time and O(K) memory. Where samples tie, the gradient is that of the double sum: the spread
-term pulls none of them apart.
+where c = 1 / (K (K-1)) gives the fair (unbiased) estimator and c = 1 / K^2 the standard estimator. Sorting takes
+O(K log K) time and O(K) memory. For tied samples, the gradient equals the gradient of the double sum with sign(0) = 0,
+so the spread term does not separate them.
 """
 
 import math
@@ -19,19 +20,19 @@ from torch import Tensor
 
 
 def fair_crps(samples: Tensor, target: Tensor) -> Tensor:
-    """Fair CRPS, unbiased for any K: mean_k |x_k - y| - 1/(2K(K-1)) sum_{i!=j} |x_i - x_j|.
+    """Return the fair CRPS, unbiased for any K: mean_k |x_k - y| - 1/(2K(K-1)) sum_{i!=j} |x_i - x_j|.
 
-    samples (sample, ...), target (...). With one sample, the absolute error.
+    samples (sample, ...), target (...). For one sample it is the absolute error.
     """
     return almost_fair_crps(samples, target, fairness=1.0)
 
 
 def fair_crps_of_scaled(samples: Tensor, target: Tensor, factor: float) -> Tensor:
-    """The fair CRPS of the law whose spread is `factor` times that of the samples, about the same mean.
+    """Return the fair CRPS of a distribution with the same mean and `factor` times the spread of the samples.
 
-    The mean m of the samples is off by their spread / sqrt(K), that of scaled ones would be off by f times that. So
-    each sample is put where it is as far from the truth as a scaled one, at m + g (x - m) with g^2 (1 - 1/K) =
-    f^2 - 1/K, and pairs of samples count as f times as far apart as they are.
+    Samples are scaled about the sample mean m, not about the unknown true mean mu, and m - mu has variance s^2 / K (s:
+    spread). For the error term, samples move to m + g (x - m) with g^2 (1 - 1/K) = f^2 - 1/K, where f is the factor:
+    their variance about mu is then f^2 s^2. In the spread term, the distance of each pair is multiplied by f.
     """
     if factor == 1:
         return fair_crps(samples, target)
@@ -43,16 +44,16 @@ def fair_crps_of_scaled(samples: Tensor, target: Tensor, factor: float) -> Tenso
 
 
 def standard_crps(samples: Tensor, target: Tensor) -> Tensor:
-    """CRPS of the empirical distribution: mean_k |x_k - y| - 1/(2K^2) sum_{i!=j} |x_i - x_j|."""
+    """Return the CRPS of the empirical distribution: mean_k |x_k - y| - 1/(2K^2) sum_{i!=j} |x_i - x_j|."""
     return almost_fair_crps(samples, target, fairness=0.0)
 
 
 def almost_fair_crps(samples: Tensor, target: Tensor, *, fairness: float = 0.95) -> Tensor:
-    """fairness * fair + (1 - fairness) * standard (Lang et al. 2024).
+    """Return fairness * fair + (1 - fairness) * standard CRPS (Lang et al. 2024).
 
-    The fair score alone is flat in the position of one sample while all others hit the target. Above 1 a spread is
-    rewarded beyond what is proper: no score to judge by, but a loss that holds against over-fitting, which makes a
-    spread fit the errors on the training data and so too small for others.
+    With fairness = 1, the score does not depend on one sample while all other samples equal the target. With
+    fairness > 1, the score is not proper and rewards a larger spread. Use that only as a loss: it counteracts
+    overfitting, which fits the spread to training errors and makes it too small on new data.
     """
     _check(samples, target)
     dtype = torch.promote_types(torch.promote_types(samples.dtype, target.dtype), torch.float32)
@@ -60,14 +61,14 @@ def almost_fair_crps(samples: Tensor, target: Tensor, *, fairness: float = 0.95)
 
 
 def energy_score(samples: Tensor, target: Tensor, *, norm: float = 2, fairness: float = 1.0) -> Tensor:
-    """Energy score of vectors along the last axis: mean_k ||x_k - y|| - c * sum_{i<j} ||x_i - x_j||.
+    """Return the energy score of vectors along the last axis: mean_k ||x_k - y|| - c * sum_{i<j} ||x_i - x_j||.
 
-    With the Euclidean norm it does not depend on the frame; with norm=1 it is the sum of the CRPS of the
-    components. Takes O(K^2) time and, without gradients, O(K) memory.
+    With norm=2 it is invariant to rotation; with norm=1 it is the sum of the CRPS of the components. Takes O(K^2) time
+    and, without gradients, O(K) memory.
     """
     _check(samples, target)
     if target.dim() == 0:
-        raise ValueError("the energy score is one of vectors: samples (sample, ..., component), got (sample,)")
+        raise ValueError("the energy score needs vectors: samples must be (sample, ..., component), got (sample,)")
     count = len(samples)
     distance = torch.linalg.vector_norm(samples - target, ord=norm, dim=-1).mean(0)
     pairs = torch.zeros_like(distance)
@@ -77,7 +78,7 @@ def energy_score(samples: Tensor, target: Tensor, *, norm: float = 2, fairness: 
 
 
 def gaussian_crps(errors: np.ndarray, widths: np.ndarray) -> np.ndarray:
-    """CRPS of N(0, width^2) at each error (Gneiting 2005)."""
+    """Return the CRPS of N(0, width^2) at each error (Gneiting 2005)."""
     z = errors / np.maximum(widths, 1e-12)
     density = np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)
     crps: np.ndarray = widths * (z * erf(z / np.sqrt(2)) + 2 * density - 1 / np.sqrt(np.pi))
@@ -103,10 +104,10 @@ def _spread_factor(count: int, fairness: float) -> float:
 
 
 class _CRPS(torch.autograd.Function):
-    """The score is piecewise linear, so the forward pass can leave its whole gradient for the backward.
+    """CRPS with a custom gradient. The score is piecewise linear, so the forward pass also computes the gradient.
 
-    With the place p_i = (number of smaller samples) - (number of larger ones), the spread term is sum_i p_i x_i and
-    its gradient is p_i. Few samples are compared pair by pair, many are sorted.
+    With the place p_i = (number of smaller samples) - (number of larger samples), the spread term is sum_i p_i x_i and
+    its gradient is p_i. Places come from pairwise comparison for few samples and from sorting for many.
     """
 
     @staticmethod
@@ -114,16 +115,16 @@ class _CRPS(torch.autograd.Function):
         count, entries = len(samples), target.numel()
         x, y = samples.reshape(count, entries), target.reshape(entries)
         few = count <= _FEW
-        axis = 0 if few else 1  # of the samples inside a block: sorting wants those of an entry side by side
+        axis = 0 if few else 1  # sample axis inside a block: sorting is faster along a contiguous axis
         needs_gradient = any(ctx.needs_input_grad)
         score, for_target = torch.empty_like(y), torch.empty_like(y)
         slopes = x.new_empty((count, entries) if few else (entries, count)) if needs_gradient else None
-        # Block by block, so that all of it stays in the cache.
+        # work in blocks that fit into the CPU cache
         block = max(1, _BLOCK // count) if x.device.type == "cpu" else max(1, entries)
         for start in range(0, entries, block):
             here = slice(start, start + block)
             part = x[:, here] if few else x[:, here].T.contiguous()
-            # The places sum to zero, so any offset drops out: that of the target keeps the digits.
+            # The places sum to zero, so an offset cancels. Subtracting the target avoids loss of precision.
             error = part - y[here].unsqueeze(axis)
             if few or slopes is not None:
                 places = _places_by_comparing(part) if few else _places_by_sorting(part)
@@ -152,12 +153,12 @@ class _CRPS(torch.autograd.Function):
         )
 
 
-_FEW = 16  # samples up to which comparing is faster than sorting
-_BLOCK = 1 << 17  # numbers in a block: half a megabyte in single precision
+_FEW = 16  # up to this many samples, comparing is faster than sorting
+_BLOCK = 1 << 17  # numbers per block: half a megabyte in single precision
 
 
 def _places_by_comparing(samples: Tensor) -> Tensor:
-    """The places of samples (sample, entry)."""
+    """Return the places of samples (sample, entry) by pairwise comparison."""
     places = torch.zeros_like(samples)
     for step in range(1, len(samples)):
         larger = (samples[step:] - samples[:-step]).sign_()
@@ -167,12 +168,12 @@ def _places_by_comparing(samples: Tensor) -> Tensor:
 
 
 def _places_in_order(count: int, *, like: Tensor) -> Tensor:
-    """The places of sorted samples without ties: 2k - K - 1 for k = 1 ... K."""
+    """Return the places of sorted samples without ties: 2k - K - 1 for k = 1 ... K."""
     return torch.arange(1 - count, count, 2, dtype=like.dtype, device=like.device)
 
 
 def _places_by_sorting(rows: Tensor) -> Tensor:
-    """The places of samples (entry, sample)."""
+    """Return the places of samples (entry, sample) by sorting; tied samples share one place."""
     ordered, order = _argsort(rows)
     count = ordered.shape[1]
     places = _places_in_order(count, like=ordered).expand_as(ordered)

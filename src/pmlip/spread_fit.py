@@ -1,4 +1,4 @@
-"""Widths that suit errors best: by their CRPS, or by how often errors stay inside."""
+"""Fit the width of an error distribution to observed errors, by CRPS or by coverage."""
 
 import math
 
@@ -8,17 +8,16 @@ from torch import Tensor
 
 from pmlip.scores import fair_crps, gaussian_crps
 
-SMALLEST = 0.02  # no factor is smaller
-
-
-LEVEL = 0.95
+SMALLEST = 0.02  # lower bound of a fitted factor
+LEVEL = 0.95  # default coverage of an interval
 
 
 def best_factor(samples: Tensor, target: Tensor) -> float:
-    """The factor f with the smallest CRPS of mean + f (sample - mean); samples (sample, ...), at least 3 of them.
+    """Return the factor on the spread that minimises the CRPS, corrected for finite K; samples (sample, ...), K >= 3.
 
-    The mean of K samples is not the true one: it is off by spread / sqrt(K), and nearer to the samples. For a normal
-    law the square of the factor about the true mean is (1 - 1/K)(1 - 2/K) f^2 - 1/K, which is what is returned.
+    The fit minimises the CRPS of mean + f (sample - mean) over f. The sample mean differs from the true mean by about
+    spread / sqrt(K) and lies closer to the samples. For normal samples, the squared factor about the true mean is
+    (1 - 1/K)(1 - 2/K) f^2 - 1/K; its square root is returned.
     """
     count = len(samples)
     check_count(count)
@@ -33,17 +32,17 @@ def best_factor(samples: Tensor, target: Tensor) -> float:
 
 
 def conformal_factor(scores: np.ndarray, system: np.ndarray, *, level: float = LEVEL) -> float | None:
-    """q such that the score of an entry of a new structure is at most q with this probability, whatever the model.
+    """Return q such that the score of an entry of a new structure is at most q with probability `level`, for any model.
 
-    scores (entry,), such as |error| / sigma, of structures that are exchangeable with the new one; the entries of one
-    structure may depend on each other. Each structure has weight 1 / (n + 1), spread over its entries, and the new one
-    the last (Lee, Barber and Willett 2023). None: the level needs more structures than there are.
+    scores (entry,), such as |error| / sigma, come from structures that are exchangeable with the new structure; entries
+    of one structure may be correlated. Each of the n structures has weight 1 / (n + 1), shared by its entries; the new
+    structure has the remaining weight (Lee, Barber and Willett 2023). Returns None if n is too small for the level.
     """
     check_level(level)
     _, place, counts = np.unique(system, return_inverse=True, return_counts=True)
     order = np.argsort(scores)
     reached = np.cumsum(1 / counts[place[order]]) / (len(counts) + 1)
-    # sums of fractions miss a level they reach exactly by a rounding error
+    # a sum that equals the level exactly may be below it by a rounding error
     position = int(np.searchsorted(reached, level - 1e-12))
     return float(scores[order[position]]) if position < len(scores) else None
 
@@ -55,15 +54,15 @@ def check_count(samples: int) -> None:
 
 def check_level(level: float) -> None:
     if not 0 < level < 1:
-        raise ValueError(f"the level of an interval lies between 0 and 1, got {level}")
+        raise ValueError(f"level must lie between 0 and 1, got level={level}")
 
 
 def best_width(errors: np.ndarray, units: np.ndarray) -> float:
-    """w with the smallest mean CRPS of N(0, (w unit)^2) at the errors."""
+    """Return the w that minimises the mean CRPS of N(0, (w unit)^2) at the errors."""
     if not errors.any():
         return 1e-9
     units = np.maximum(units, 1e-9)
-    # of the sums, not of the ratios: one unit near zero must not decide
+    # ratio of means, not mean of ratios: a unit near zero would dominate
     scale = float(np.sqrt(np.mean(errors**2) / np.mean(units**2)))
 
     def crps(log_width: float) -> float:

@@ -1,4 +1,4 @@
-"""For torch-sim: a model whose outputs carry their uncertainties.
+"""For torch-sim: a model whose outputs include uncertainties.
 
 model = TorchSimModel(pmlip.load("p-chgnet.pt"), samples=8)
 torch_sim.integrate(system=structures, model=model, ...)
@@ -21,10 +21,10 @@ except ImportError as error:
 
 
 class TorchSimModel(ModelInterface):
-    """The mean over all noise for many systems at once, and energy_uncertainty (system,), forces_uncertainty (atom, 3).
+    """Predicts the mean over all noise, with energy_uncertainty (system,) and forces_uncertainty (atom, 3).
 
-    The samples are those of the seed at every step, so that for perturbed models and ensembles the energy is as smooth
-    a function of the positions as the backbone's.
+    Every step draws the same samples from the seed. So the energy of perturbed models and ensembles is as smooth a
+    function of the positions as the energy of the backbone.
     """
 
     def __init__(self, model: Method, *, samples: int = 8, seed: int = 0) -> None:

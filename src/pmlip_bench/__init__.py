@@ -1,1 +1,1 @@
-"""Benchmarks: each writes result files that say what was measured, with what, and on what machine."""
+"""Benchmarks. Their result files hold the scores, the settings, the package versions and the machine."""

@@ -1,4 +1,4 @@
-"""pmlip bench: each command runs a benchmark, and writes its result files and the tables made from them."""
+"""`pmlip bench`: each command runs one benchmark and writes its result files and tables."""
 
 import contextlib
 from collections.abc import Iterator
@@ -23,11 +23,11 @@ from pmlip.cli.options import (
 )
 from pmlip.training.config import FinetuneConfig
 
-EXTRA = ("matplotlib", "numba", "scoringrules")  # what the extra `bench` installs
+EXTRA = ("matplotlib", "numba", "scoringrules")  # packages of the extra `bench`
 
 
 class BenchCommand(Command):
-    """A command that, if one of its packages is missing, names the extra to install."""
+    """A command that names the extra to install if a package of the extra is missing."""
 
     def invoke(self, ctx: Any) -> Any:
         with exit_on_error(self.params), _name_the_extra():
@@ -65,16 +65,14 @@ def nbody(
     methods: Methods = "egnn,ensemble,blip,mc-dropout,p-egnn,p-ensemble",
     sizes: Annotated[
         str | None,
-        typer.Option(help="Sizes of the training set, separated by commas; by default those of the preset."),
+        typer.Option(help="Sizes of the training set, separated by commas. Default: the sizes of the preset."),
     ] = None,
     seeds: Seeds = 4,
     jobs: Jobs = 1,
     preset: Annotated[
         str, typer.Option(help="quick: a small version that takes minutes; full: the benchmark.")
     ] = "full",
-    at_rest: Annotated[
-        bool, typer.Option(help="Predict in the frame of the centre of mass; the paper does not.")
-    ] = True,
+    at_rest: Annotated[bool, typer.Option(help="Predict in the centre-of-mass frame; the paper does not.")] = True,
     time_reversal: Annotated[
         bool, typer.Option(help="Train on the time-reversed trajectories too; the paper does not.")
     ] = True,
@@ -205,9 +203,10 @@ def silica(
     from pmlip_bench.silica.cells import run
     from pmlip_bench.silica.data import SHIPPED, SilicaSettings
 
-    data = SHIPPED if data == "silica_pbe" else data  # its name in Python
+    data = SHIPPED if data == "silica_pbe" else data  # accept the name of the Python function too
     if test is not None and (data == SHIPPED or test_data):
-        raise ValueError(f"--test {test}: there is a test set already, {test_data or f'that of {data}'}")
+        reason = f"--test-data {test_data} is the test set" if test_data else f"{data} includes a test set"
+        raise ValueError(f"--test {test} cannot be used here, because {reason}; omit --test")
     rows = run(
         SilicaSettings(
             backbone=backbone,
@@ -266,7 +265,8 @@ def symmetry(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="Fine-tuned model of this backbone; by default one with random noise weights.", rich_help_panel="Model"
+            help="Fine-tuned model of this backbone. Default: the backbone with random noise weights.",
+            rich_help_panel="Model",
         ),
     ] = None,
     weights: Weights = None,

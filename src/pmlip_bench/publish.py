@@ -1,4 +1,4 @@
-"""What is made of the cells of a benchmark: table.md, table.json and figure.png beside them."""
+"""Writes table.md, table.json and figure.png from the result files of a benchmark, into the same folder."""
 
 import importlib.util
 import statistics
@@ -26,7 +26,7 @@ def publish(
     figure: Callable[[Results], "Figure"],
     console: Console,
 ) -> list[dict[str, Any]]:
-    """Write table and figure of all cells that are finished; gives the rows of the table."""
+    """Write the table and the figure of all finished cells; return the rows of the table."""
     results = read_cells(folder)
     if not results:
         return []
@@ -41,17 +41,18 @@ def publish(
 
 
 def over_seeds(values: Sequence[float]) -> dict[str, float]:
+    """Mean and standard deviation; the deviation of a single value is 0."""
     return {"mean": statistics.mean(values), "std": statistics.stdev(values) if len(values) > 1 else 0.0}
 
 
 def with_deviation(value: dict[str, float], scale: float = 1.0, digits: int = 2) -> str:
-    """Mean ± standard deviation; of one seed there is none."""
+    """`mean ± standard deviation` as text; only the mean if the deviation is 0, as for a single seed."""
     deviation = f" ± {scale * value['std']:.{digits}f}" if value["std"] else ""
     return f"{scale * value['mean']:.{digits}f}{deviation}"
 
 
 def check_installed() -> None:
-    """Refuse to begin where no figure could be drawn in the end."""
+    """Raise an error before a long run if matplotlib, which draws the figure at the end, is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("the figure needs matplotlib: pip install 'pmlip[bench]'")
 
@@ -65,7 +66,7 @@ def empty_figure(width: float, height: float) -> "Figure":
 def draw_score(
     axes: "Axes", rows: Sequence[dict[str, Any]], methods: Sequence[str], name: str, *, scale: float = 1.0
 ) -> None:
-    """A score of each method against the size of the training set, with the paper's values in dashes."""
+    """Plot a score of each method against the size of the training set; the paper's values are dashed."""
     for number, method in enumerate(methods):
         for key, style in ((name, "o-"), (f"paper_{name}", "s--")):
             found = [row for row in rows if row["method"] == method and key in row]

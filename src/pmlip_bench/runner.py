@@ -1,4 +1,4 @@
-"""Runs the cells of a benchmark (method x size x seed), one result file each, and goes on where it was stopped."""
+"""Runs the cells (method x size x seed) of a benchmark. Each cell has one result file, so a run can be resumed."""
 
 import json
 import multiprocessing
@@ -23,6 +23,8 @@ from pmlip.memory import keep_freed_memory
 
 @dataclass(frozen=True)
 class Cell:
+    """One entry of a benchmark: a method, a training size and a seed."""
+
     method: str
     size: int
     seed: int
@@ -36,7 +38,7 @@ class Cell:
 
 
 class CellError(RunFailedError):
-    """Cells that failed, each with its reason; all others are finished."""
+    """Some cells failed, for the given reasons; all other cells are finished."""
 
 
 def run_cells(
@@ -47,10 +49,10 @@ def run_cells(
     jobs: int = 1,
     console: Console | None = None,
 ) -> None:
-    """work(cell) for every cell without a result file, in `jobs` processes of one thread each.
+    """Call work(cell) for every cell without a result file, in `jobs` processes with one thread each.
 
-    `work` and what it gives must pickle. A result is written as soon as its cell is finished, so a run that is
-    killed loses only the cells it was at.
+    `work` and its return value must be picklable. Each result is written as soon as its cell finishes, so a killed run
+    loses only the cells that were running.
     """
     if jobs < 1:
         raise ValueError(f"there must be at least 1 job, got jobs={jobs}")
@@ -68,7 +70,7 @@ def run_cells(
                 write_json(cell.file(folder), future.result())
             else:
                 failures[cell.name] = error
-                # now, not only when all others are finished
+                # print it now: the exception is raised only after all other cells
                 console.print(f"{cell.name} failed: {error}", markup=False)
             bar.update(task, advance=1, description=f"cells, last {cell.name}")
 
@@ -84,7 +86,11 @@ def _run_all(
     finished: Callable[[Cell, "Future[dict[str, Any]]"], None],
     jobs: int,
 ) -> None:
-    """Every job has a pool of its own, which a worker that dies, out of memory say, takes along, but no other cell."""
+    """Run all cells, `jobs` at a time.
+
+    Each job has a separate process pool. A worker that dies, for example out of memory, breaks only its own pool, so
+    other cells keep running.
+    """
     context = multiprocessing.get_context("spawn")
     queue, free = deque(cells), list(range(jobs))
     pools: dict[int, ProcessPoolExecutor] = {}
@@ -112,7 +118,10 @@ def _run_all(
 
 
 def run_rounds(rounds: Sequence[Sequence[Cell]], run: Callable[[Sequence[Cell]], None]) -> None:
-    """run(cells) round after round, where some cells are made from others; cells that fail do not stop what follows."""
+    """Call run(cells) for each round in order, because later cells are built from earlier ones.
+
+    A failed cell does not stop the next rounds; its error is raised at the end.
+    """
     failures = []
     for cells in rounds:
         try:
@@ -124,17 +133,17 @@ def run_rounds(rounds: Sequence[Sequence[Cell]], run: Callable[[Sequence[Cell]],
 
 
 def check_settings(file: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Refuse to go on in a folder whose cells were made with other settings, and say which."""
-    if place := _difference(stored, wanted):
-        name, there, here = place
+    """Raise an error if a result file has other settings than this run; the error names the first that differs."""
+    if difference := _difference(stored, wanted):
+        name, before, now = difference
         raise ValueError(
-            f"{file} was made with other settings ({name} = {there!r}, now {here!r}); use the same settings, or "
+            f"{file} was made with other settings ({name} = {before!r}, now {now!r}); use the same settings, or "
             "another folder (folder=...)"
         )
 
 
 def _difference(stored: Any, wanted: Any, name: str = "") -> tuple[str, Any, Any] | None:
-    """The name of the first setting that differs, and its two values."""
+    """Name, stored value and wanted value of the first setting that differs; None if all agree."""
     if not (isinstance(stored, dict) and isinstance(wanted, dict)):
         return None if stored == wanted else (name, stored, wanted)
     for key in dict.fromkeys([*wanted, *stored]):
@@ -153,24 +162,27 @@ def read_cells(folder: Path) -> dict[Cell, dict[str, Any]]:
 
 
 def slug(backbone: str) -> str:
-    """The name of a backbone in names of files: the variant alone where it says the family already."""
+    """The backbone's name for file names; only the variant if that starts with the family, as in orb:orb_v3."""
     family, _, variant = backbone.partition(":")
     return (variant if variant.startswith(family) else backbone).replace(":", "_").replace("-", "_")
 
 
 def _begin_worker() -> None:
-    """One thread, and deaf to Ctrl-C, which would end the cell only: the next one would begin before we stop it."""
+    """Prepare a worker process: one thread, and no reaction to Ctrl-C.
+
+    Ctrl-C in a worker would end only its cell, and the worker would start the next one before the parent stops it.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     keep_freed_memory()
-    os.environ["OMP_NUM_THREADS"] = "1"  # for what is imported from here on
+    os.environ["OMP_NUM_THREADS"] = "1"  # read by libraries when they are imported, so set it first
     import torch
 
     torch.set_num_threads(1)
 
 
 def _end_with_parent() -> None:
-    """Without the process that writes results, work is for nothing, and it would begin the next cell."""
+    """Exit when the parent process ends: without it no result is written, and the worker would start the next cell."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,4 +1,4 @@
-"""How fast the parts are, each beside its rivals in one run."""
+"""Measures the speed of parts of pmlip and of other implementations in the same run."""
 
 import copy
 import ctypes
@@ -23,8 +23,8 @@ from pmlip_bench.speed_tables import predict_markdown, step_markdown, times
 
 ENTRIES = 100_000
 SAMPLES = (10, 100, 1000)
-PAIRS = 10**8  # of the double sum that fit into memory: more entries are measured in part and scaled
-SECONDS = 1.0  # of repeats for each measurement
+PAIRS = 10**8  # pairs of samples that the double sum can hold; with more, it is timed on fewer entries and scaled up
+SECONDS = 1.0  # each measurement is repeated for about this long
 SEED = 0
 
 
@@ -37,15 +37,15 @@ def run(
     weights: Path | None = None,
     trust: bool = False,
 ) -> None:
-    """Measure the parts, print a table for each, and write a result file for each where `out` is given.
+    """Measure each part (or `only` one), print its table, and write its result file to `out` if given.
 
-    backbone and its weights: for what is measured of a potential of choice.
+    backbone, weights, trust: the potential for the part predict.
     """
     if only is not None and only not in PARTS:
-        raise ValueError(f"nothing to measure is called {only!r}; allowed: {', '.join(PARTS)}")
+        raise ValueError(f"unknown part {only!r}; allowed: {', '.join(PARTS)}")
     for name in PARTS if only is None else [only]:
-        of_backbone = partial(measure_predict, backbone=backbone, weights=weights, trust=trust)
-        measure = of_backbone if name == "predict" else PARTS[name]
+        measure_backbone = partial(measure_predict, backbone=backbone, weights=weights, trust=trust)
+        measure = measure_backbone if name == "predict" else PARTS[name]
         result = measure(console)
         if out is not None:
             file = f"{name}-{slug(backbone)}" if name == "predict" else name
@@ -54,11 +54,11 @@ def run(
 
 
 def measure_crps(console: Console) -> dict[str, Any]:
-    """The fair CRPS of 1e5 entries, forward alone and with its gradient."""
+    """Time and memory of the fair CRPS of 1e5 entries, without and with its gradient."""
     try:
         import scoringrules
     except ImportError as error:
-        raise ImportError("the CRPS is compared with scoringrules: pip install 'pmlip[bench]'") from error
+        raise ImportError("the part crps needs scoringrules: pip install 'pmlip[bench]'") from error
 
     def numba(samples: Tensor, target: Tensor) -> Any:
         return scoringrules.crps_ensemble(target.numpy(), samples.T.numpy(), estimator="pwm", backend="numba")
@@ -84,7 +84,7 @@ def measure_crps(console: Console) -> dict[str, Any]:
     }
     rows = []
     for count in SAMPLES:
-        # scoringrules wants the samples last; each gets the layout it is fastest with
+        # each implementation gets its fastest memory layout: scoringrules has the samples on the last axis
         for task, rivals in contestants.items():
             for name, function in rivals.items():
                 entries = ENTRIES if name != "double sum" else min(ENTRIES, PAIRS // count**2)
@@ -115,7 +115,7 @@ def measure_crps(console: Console) -> dict[str, Any]:
 
 
 def measure_nbody(console: Console) -> dict[str, Any]:
-    """A training step of P-EGNN beside K passes of a textbook EGNN, on one thread; and a simulated trajectory."""
+    """Times of a training step of P-EGNN and of K passes of a textbook EGNN, on one thread; and of a simulation."""
     from pmlip.nbody.data import Trajectories
     from pmlip.nbody.p_egnn import PEGNN
     from pmlip.nbody.simulate import initial, simulate
@@ -153,7 +153,7 @@ def measure_nbody(console: Console) -> dict[str, Any]:
         ),
         {"what": "one simulated trajectory, all cores", "seconds": trajectory, "plain": plain_trajectory},
     ]
-    table = Table(title="N-body: pmlip beside a textbook EGNN and a plain Python loop")
+    table = Table(title="N-body: pmlip against a textbook EGNN and a plain Python loop")
     for column in ("", "pmlip, ms", "plain, ms", "times faster"):
         table.add_column(column, justify="left" if not column else "right")
     for row in rows:
@@ -164,14 +164,14 @@ def measure_nbody(console: Console) -> dict[str, Any]:
 
 
 def double_sum(samples: Tensor, target: Tensor) -> Tensor:
-    """The fair CRPS as its formula is written: O(K^2) time and memory."""
+    """The fair CRPS, computed directly from its formula in O(K^2) time and memory."""
     count = len(samples)
     pairs = (samples[:, None] - samples[None]).abs().sum((0, 1))
     return (samples - target).abs().mean(0) - pairs / (2 * count * (count - 1))
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """The least of several runs, after one that does not count."""
+    """The fastest of several runs, after one warm-up run."""
     work()
     best, spent = float("inf"), 0.0
     while spent == 0 or spent < SECONDS:
@@ -183,12 +183,12 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _peak_memory(work: Callable[[], object]) -> float:
-    """Bytes above what was held before; NaN where the kernel does not say (not on Linux)."""
+    """Peak memory in bytes above the level before the run; NaN outside Linux."""
     return _peaks(work)[0]
 
 
 def _peaks(work: Callable[[], object]) -> tuple[float, float]:
-    """Bytes above what was held before, and in all, from the kernel's high-water mark."""
+    """Peak memory in bytes, above the level before the run and in total, from the kernel's high-water mark."""
     reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
     if not reset.exists():
         return float("nan"), float("nan")
@@ -197,7 +197,7 @@ def _peaks(work: Callable[[], object]) -> tuple[float, float]:
         line = next(line for line in status.read_text().splitlines() if line.startswith(field))
         return int(line.split()[1])
 
-    ctypes.CDLL(None).malloc_trim(0)  # give back freed memory, or the work would use it unseen
+    ctypes.CDLL(None).malloc_trim(0)  # return freed memory to the system: reusing it would not count
     before = kilobytes("VmRSS:")
     reset.write_text("5")
     work()
@@ -206,10 +206,10 @@ def _peaks(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def measure_step(console: Console) -> dict[str, Any]:
-    """A training step of P-CHGNet on four structures: time and memory as the number of samples grows.
+    """Time and memory of a training step of P-CHGNet on four structures, for several numbers of samples.
 
-    Each step is that of a fine-tuning, with the pass without noise. Beside it, with the message passing as CHGNet has
-    it, which puts the inputs of its layers together first.
+    The step is the same as in fine-tuning and includes the pass without noise. For comparison, it is also measured with
+    CHGNet's own message passing, which concatenates the inputs of its layers.
     """
     from pmlip import losses
     from pmlip.backbones import load_backbone
@@ -225,9 +225,9 @@ def measure_step(console: Console) -> dict[str, Any]:
 
     model = perturb(load_backbone("chgnet"))
     published = copy.deepcopy(model)
-    of_package = {ours: theirs for theirs, ours in SPLIT.items()}
+    original_class = {ours: theirs for theirs, ours in SPLIT.items()}
     for part in published.modules():
-        become(part, of_package.get(type(part), type(part)))
+        become(part, original_class.get(type(part), type(part)))
     structures = silica_pbe("train")[:4]
     graph, target = model.backbone.graph(structures), labels(structures)
 
@@ -240,7 +240,7 @@ def measure_step(console: Console) -> dict[str, Any]:
         losses.backpropagate(partial(model, graph), noise, loss, chunk=objective.chunk)
 
     rows = []
-    step(model, 2, None)  # what is made once is not counted
+    step(model, 2, None)  # warm-up, not counted
     for contestant, samples, chunk in (
         (model, 4, None),
         (model, 16, None),
@@ -268,7 +268,7 @@ def measure_predict(
     count: int = 1000,
     samples: int = 16,
 ) -> dict[str, Any]:
-    """`pmlip predict` of many structures beside K separate passes of the stock calculator, on one thread each."""
+    """Times of `pmlip predict` and of K passes of the backbone's own calculator, on one thread."""
     from pmlip.backbones import load_backbone
     from pmlip.datasets import silica_pbe
     from pmlip.methods.p import perturb
@@ -278,7 +278,7 @@ def measure_predict(
     model.randomise(0.01, seed=SEED)
     known = silica_pbe("train")
     structures = [known[index % len(known)] for index in range(count)]
-    some = structures[: max(1, count // 40)]  # the stock calculator has no economy of scale
+    some = structures[: max(1, count // 40)]  # enough: the stock calculator takes the same time per structure
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -291,7 +291,7 @@ def measure_predict(
         spent = 0.0
         for number in range(samples):
             calculator = model.member(number).calculator()
-            calculator.get_forces(some[0].copy())  # what is made once is not counted
+            calculator.get_forces(some[0].copy())  # warm-up, not counted
             began = time.perf_counter()
             for atoms in some:
                 calculator.calculate(atoms.copy(), ["energy", "forces", "stress"])
@@ -311,7 +311,7 @@ def measure_predict(
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=f"Fair CRPS, {ENTRIES} entries: time and peak memory, and how many times ours")
+    table = Table(title=f"Fair CRPS, {ENTRIES} entries: time and peak memory, and ratios to pmlip")
     for column in ("K", "task", "who", "ms", "× pmlip", "MB", "× pmlip"):
         table.add_column(column, justify="left" if column in ("task", "who") else "right")
     ours = {(row["samples"], row["task"]): row for row in rows if row["contestant"] == "pmlip"}

@@ -1,11 +1,11 @@
-"""What is made of the result files of `pmlip bench speed`: a Markdown table of each."""
+"""Markdown tables of the result files of `pmlip bench speed`."""
 
 from collections.abc import Sequence
 from typing import Any
 
 
 def crps_markdown(result: dict[str, Any]) -> str:
-    """The table of the result file `crps.json`: our time, and how many times that and our memory each rival takes."""
+    """Table of `crps.json`: the time of pmlip, and the time and memory of the alternatives relative to pmlip."""
     cost = {(row["samples"], row["task"], row["contestant"]): row for row in result["rows"]}
     lines = [
         "| K | | pmlip | scoringrules: time, memory | double sum: time, memory |",
@@ -23,7 +23,7 @@ def crps_markdown(result: dict[str, Any]) -> str:
 
 
 def nbody_markdown(result: dict[str, Any]) -> str:
-    """The table of the result file `nbody.json`."""
+    """Table of `nbody.json`."""
     lines = ["| | pmlip | plain | times faster |", "|---|---|---|---|"]
     for row in result["rows"]:
         cells = (row["what"], f"{1e3 * row['seconds']:.2f} ms", f"{1e3 * row['plain']:.1f} ms", f"{row['ratio']:.1f}")
@@ -32,7 +32,7 @@ def nbody_markdown(result: dict[str, Any]) -> str:
 
 
 def step_markdown(result: dict[str, Any]) -> str:
-    """The table of the result file `step.json`."""
+    """Table of `step.json`."""
     first = result["rows"][0]
     lines = [
         "| K | samples at once | message passing | seconds | peak memory of the process | times that of K = 4 |",
@@ -48,7 +48,7 @@ def step_markdown(result: dict[str, Any]) -> str:
 
 
 def predict_markdown(results: Sequence[dict[str, Any]]) -> str:
-    """The table of the result files `predict-*.json`."""
+    """Table of all `predict-*.json`."""
     lines = ["| backbone | pmlip predict | stock calculator, K times | times faster |", "|---|---|---|---|"]
     for row in (row for result in results for row in result["rows"]):
         cells = (f"{1e3 * row[key]:.1f} ms" for key in ("seconds", "stock"))
@@ -57,5 +57,5 @@ def predict_markdown(results: Sequence[dict[str, Any]]) -> str:
 
 
 def times(value: float, own: float) -> str:
-    """How many times our own a rival's value is."""
-    return f"{value / own:.1f}" if own > 0 else "-"  # memory too little to be seen
+    """The ratio value / own as text; "-" if own is 0."""
+    return f"{value / own:.1f}" if own > 0 else "-"  # peak memory can be too small to measure

@@ -1,4 +1,4 @@
-"""What symmetry a sample keeps: how far the forces of a turned structure are from the turned forces, at fixed noise."""
+"""Rotation error of samples: forces of a rotated structure against rotated forces, with the same noise."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,42 +20,46 @@ from pmlip.structures.rotation import random_rotation, rotated
 from pmlip_bench.runner import slug
 
 SAMPLES, ROTATIONS, SEED = 8, 4, 0
-SPREAD = 0.1  # eV/Å, about that of a fine-tuned model; the random noise weights are scaled to give it
+SPREAD = 0.1  # eV/Å, as for a typical fine-tuned model; random noise weights are scaled to this spread
 
 
 def run(
     backbone: str, *, model: Path | None, weights: Path | None, trust: bool, out: Path, console: Console
 ) -> dict[str, Any]:
-    """Measure it for a fine-tuned model, or with random noise weights: at zero ones there is nothing to see."""
+    """Measure the rotation error of a fine-tuned model, or of the backbone with random noise weights if model is None.
+
+    Untrained noise weights are zero, so samples would all be equal to the prediction without noise.
+    """
     structures = [atoms for atoms in silica_pbe("test") if atoms.info["polymorph"] == "quartz"][:8]
     original = load_backbone(backbone, weights=weights, trust=trust)
-    asked: Method = perturb(original) if model is None else load(model, backbone=original)
+    sampled: Method = perturb(original) if model is None else load(model, backbone=original)
     if model is None:
-        assert isinstance(asked, Potential)
-        _randomise(asked, structures)
+        assert isinstance(sampled, Potential)
+        _randomise(sampled, structures)
     record: dict[str, Any] = {
         "backbone": backbone,
-        "fine_tuned": None if model is None else str(getattr(asked, "name", "p")),
+        "fine_tuned": None if model is None else str(getattr(sampled, "name", "p")),
         "structures": f"{len(structures)} of alpha-quartz",
         "samples": SAMPLES,
         "rotations": ROTATIONS,
         "seed": SEED,
-        **rotation_errors(asked, structures),
+        **rotation_errors(sampled, structures),
         **environment(),
     }
     fine_tuned = "" if model is None else f"-fine-tuned-{record['fine_tuned']}"
     write_json(out / f"{slug(backbone)}{fine_tuned}.json", record)
     errors = record["rotation_error"]
     console.print(
-        f"{backbone}: root mean square error of turned forces {errors['samples']:.1e} eV/Å in a sample, "
-        f"{errors['without_noise']:.1e} without noise; forces {record['force']:.2f}, spread {record['spread']:.2g}"
+        f"{backbone}: RMS rotation error of the forces {errors['samples']:.1e} eV/Å in a sample, "
+        f"{errors['without_noise']:.1e} without noise; RMS force {record['force']:.2f}, spread {record['spread']:.2g}"
     )
     return record
 
 
 def _randomise(model: Potential, structures: Sequence[Atoms]) -> None:
+    """Set random noise weights that give the spread `SPREAD`."""
     size = 0.01
-    for _ in range(3):  # a spread is nearly, not wholly, proportional to the noise weights
+    for _ in range(3):  # iterate: the spread is only nearly proportional to the noise weights
         model.randomise(size, seed=SEED)
         spread = float(model.sample(structures, samples=SAMPLES).spread.forces.square().mean().sqrt())
         size *= SPREAD / spread
@@ -63,17 +67,17 @@ def _randomise(model: Potential, structures: Sequence[Atoms]) -> None:
 
 
 def rotation_errors(model: Method, structures: Sequence[Atoms]) -> dict[str, Any]:
-    """Root mean squares in eV/Å: the error of turned forces in samples and without noise, the spread, the forces."""
+    """Root mean squares in eV/Å: rotation errors of the forces with and without noise, spread, and forces."""
     random, samples = np.random.default_rng(SEED), model.spread_samples(SAMPLES)
     expected, point = model.sample(structures, samples=samples), model.predict(structures)
     squares: dict[str, list[float]] = {"samples": [], "without_noise": []}
     for _ in range(ROTATIONS):
         matrix = random_rotation(random)
-        turned = [rotated(atoms, matrix) for atoms in structures]
+        rotated_structures = [rotated(atoms, matrix) for atoms in structures]
         transposed = torch.from_numpy(matrix).to(point.forces).T
         pairs = {
-            "samples": (model.sample(turned, samples=samples).forces, expected.forces),
-            "without_noise": (model.predict(turned).forces, point.forces),
+            "samples": (model.sample(rotated_structures, samples=samples).forces, expected.forces),
+            "without_noise": (model.predict(rotated_structures).forces, point.forces),
         }
         for name, (given, original) in pairs.items():
             squares[name].append(float((given - original @ transposed).square().mean()))
@@ -85,7 +89,7 @@ def rotation_errors(model: Method, structures: Sequence[Atoms]) -> dict[str, Any
 
 
 def markdown(records: Sequence[Mapping[str, Any]]) -> str:
-    """The table of the result files."""
+    """Markdown table of the result files."""
     lines = ["| | in a sample | without noise | spread | forces |", "|---|---|---|---|---|"]
     for record in records:
         errors = record["rotation_error"]

@@ -144,5 +144,5 @@ def test_a_file_that_is_no_checkpoint_of_chgnet_is_refused(tmp_path):
     for name in ("notes.txt", "other.pt"):
         with pytest.raises(ValueError, match=f"{name} is not a checkpoint of CHGNet"):
             pmlip.load_backbone("chgnet", weights=tmp_path / name)
-    with pytest.raises(FileNotFoundError, match="there is no file of weights"):
+    with pytest.raises(FileNotFoundError, match="there is no weights file"):
         pmlip.load_backbone("chgnet", weights=tmp_path / "none.pt")

@@ -132,12 +132,12 @@ def test_weights_in_a_local_file(tmp_path):
     again = pmlip.load_backbone("mace", weights=tmp_path / "small.model", trust=True)
     assert weights_hash(again) == weights_hash(backbone)
     assert again.variant == "Default"
-    with pytest.raises(FileNotFoundError, match="there is no file of weights"):
+    with pytest.raises(FileNotFoundError, match="there is no weights file"):
         pmlip.load_backbone("mace", weights=tmp_path / "none.model", trust=True)
     torch.save({"state": {}}, tmp_path / "state.model")
     with pytest.raises(ValueError, match="holds a dict, not a whole MACE model"):
         pmlip.load_backbone("mace", weights=tmp_path / "state.model", trust=True)
-    with pytest.raises(ValueError, match="brings no weights"):
+    with pytest.raises(ValueError, match="includes no weights"):
         pmlip.load_backbone("mace")
 
 
@@ -159,7 +159,7 @@ def test_a_file_that_can_execute_code_is_refused_unless_trusted(tmp_path):
 
 def test_a_file_of_something_else_is_refused(tmp_path):
     torch.save(torch.nn.Linear(2, 2), tmp_path / "linear.model")
-    with pytest.raises(ValueError, match=r"only a plain MACE or ScaleShiftMACE can be a backbone, .* got a Linear"):
+    with pytest.raises(ValueError, match=r"must be a plain MACE or ScaleShiftMACE, .* got a Linear"):
         pmlip.load_backbone("mace", weights=tmp_path / "linear.model", trust=True)
 
 

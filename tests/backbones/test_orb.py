@@ -125,7 +125,7 @@ def test_weights_in_a_local_file(tmp_path, monkeypatch):
     for name, value in again.state_dict().items():
         assert torch.equal(value, backbone.state_dict()[name])
     assert all(p.requires_grad for p in again.module.model.parameters())
-    with pytest.raises(FileNotFoundError, match="there is no file of weights"):
+    with pytest.raises(FileNotFoundError, match="there is no weights file"):
         pmlip.load_backbone("orb:orb_v3_direct_inf_omat", weights=tmp_path / "none.ckpt")
     (tmp_path / "other.ckpt").write_bytes(b"something else")
     with pytest.raises(ValueError, match=r"other.ckpt does not hold the weights of orb-v3-direct-inf-omat"):

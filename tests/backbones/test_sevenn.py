@@ -102,7 +102,7 @@ def test_weights_in_a_local_file(backbone, tmp_path):
         ValueError, match=r"made from sevenn:7net-0 with weights .*; pass the file of the original weights"
     ):
         pmlip.load(tmp_path / "model.pt")
-    with pytest.raises(FileNotFoundError, match="there is no file of weights"):
+    with pytest.raises(FileNotFoundError, match="there is no weights file"):
         pmlip.load_backbone("sevenn", weights=tmp_path / "none.pth")
 
 

@@ -237,7 +237,7 @@ def wrong_files(folder):
         ),
         (
             ["half.extxyz"],
-            "half.extxyz: none of the structures carries forces; the names in it are: energy, id, part",
+            "half.extxyz: none of the structures carries forces; names in the file: energy, id, part",
         ),
         (
             [str(SILICA), "--valid", "half.extxyz"],

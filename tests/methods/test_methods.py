@@ -152,7 +152,7 @@ def test_members_of_an_ensemble_differ_and_are_deterministic_runs():
     out = ensemble.sample(data, samples=2)
     torch.testing.assert_close(out.forces[0], alone.predict(data).forces)
     assert not torch.allclose(out.forces[0], out.forces[1])
-    with pytest.raises(ValueError, match="an ensemble of 2 members has as many samples, not 5"):
+    with pytest.raises(ValueError, match="an ensemble of 2 members has exactly 2 samples, got samples=5"):
         ensemble.sample(data, samples=5)
     with pytest.raises(ValueError, match="at least 2, got members=1"):
         methods.make("ensemble", tiny_backbone(), members=1)
@@ -259,12 +259,14 @@ def test_a_trained_blip_can_be_copied():
 def test_the_one_member_of_a_deterministic_model_is_its_backbone():
     made = methods.make("deterministic", tiny_backbone())
     assert made.member(0) is made.backbone
-    with pytest.raises(ValueError, match="one sample, number 0, not 1"):
+    with pytest.raises(ValueError, match="one sample, number 0, got number=1"):
         made.member(1)
 
 
 def test_trivial_widths_need_validation_data():
-    with pytest.raises(ValueError, match="this method fits its widths to validation data, and none were given"):
+    with pytest.raises(
+        ValueError, match=r"this method fits its widths to validation data; pass structures as valid=\.\.\."
+    ):
         finetune(methods.make("constant", tiny_backbone()), molecules(), config=CONFIG)
 
 

@@ -77,7 +77,10 @@ def test_errors_name_the_structure_as_it_was_given_not_as_it_was_chunked(model):
         (lambda model: model.sample([], samples=2), "the list is empty"),
         (lambda model: model.sample(WATER, samples=0), "at least 1 sample"),
         (lambda model: model.sample(WATER, samples=1).spread, "at least 2 samples, got samples=1"),
-        (lambda model: model.sample(WATER, samples=2, chunk_atoms=0), "at least 1 atom, got chunk_atoms=0"),
+        (
+            lambda model: model.sample(WATER, samples=2, chunk_atoms=0),
+            "chunk_atoms must be at least 1, got chunk_atoms=0",
+        ),
         (lambda model: model(model.backbone.graph([WATER, WATER]), torch.zeros(2, 5, 128)), r"got \(2, 5, 128\)"),
         (lambda model: model(model.backbone.graph([WATER]), torch.zeros(128)), r"must have shape \(sample, 128\)"),
         (lambda model: model.sample(WATER, samples=2, kind="sobol"), "unknown kind of draw 'sobol'"),

@@ -58,7 +58,7 @@ def test_a_file_cut_short_is_made_again_with_a_note(tmp_path, keep):
 def test_a_smaller_training_set_is_a_prefix(tmp_path):
     data = load("train", SMALL, cache=tmp_path)
     assert torch.equal(data.first(7).target, data.target[:7])
-    with pytest.raises(ValueError, match="there are 12 trajectories, so 13 of them cannot be taken"):
+    with pytest.raises(ValueError, match="count must lie between 1 and 12, the number of trajectories, got count=13"):
         data.first(13)
 
 
@@ -108,9 +108,11 @@ def test_files_of_the_public_generator(public):
 
 def test_public_files_that_do_not_fit_are_refused(public):
     folder, *_ = public
-    with pytest.raises(FileNotFoundError, match=r"one file loc_valid_charged\*.npy is wanted .* found: none"):
+    with pytest.raises(FileNotFoundError, match=r"expected one file loc_valid_charged\*.npy in .*, found: none"):
         read_public(folder, "valid")
-    with pytest.raises(ValueError, match=r"frames \(30, 40\) were asked of trajectories of 5 frames"):
+    with pytest.raises(
+        ValueError, match=r"frames must be two increasing numbers between 0 and 4, got frames=\(30, 40\)"
+    ):
         read_public(folder, "train")
     np.save(folder / "vel_train_charged5_initvel1small.npy", np.zeros((4, 5, 5, 3)))
     with pytest.raises(ValueError, match=r"must be \(trajectory, frame, 3, particle\)"):

@@ -100,5 +100,5 @@ def test_bad_input_is_refused(change, message):
 
 
 def test_too_few_particles_are_refused():
-    with pytest.raises(ValueError, match="at least 2 particles, got 3 of 1"):
+    with pytest.raises(ValueError, match="at least 2 particles are needed, got trajectories=3 and particles=1"):
         initial(3, particles=1)

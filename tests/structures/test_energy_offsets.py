@@ -48,7 +48,7 @@ def test_missing_energies_do_not_count():
     ],
 )
 def test_another_unit_is_named(unit, name):
-    with pytest.warns(UserWarning, match=rf"times as much as predictions, as {name} would: are the energies in eV\?"):
+    with pytest.warns(UserWarning, match=rf"times as much as predictions, as energies in {name} would; check that the"):
         fit_offsets(ENERGIES / unit, predictions(0.9), STRUCTURES)
 
 

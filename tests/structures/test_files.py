@@ -92,7 +92,7 @@ def test_npz_with_arrays_of_another_length(tmp_path):
     np.savez(tmp_path / "data.npz", **content, forces=forces, cell=original[0].cell.array)  # one cell for all
     assert all((atoms.cell == original[0].cell).all() for atoms in read_structures(tmp_path / "data.npz")[0])
     np.savez(tmp_path / "data.npz", **content, forces=forces, energies=np.zeros(10))
-    with pytest.raises(ValueError, match=r"it holds 3 structures, but energy of shape \(10,\)"):
+    with pytest.raises(ValueError, match=r"energy has shape \(10,\), but positions holds 3 structures"):
         read_structures(tmp_path / "data.npz")
 
 
@@ -109,7 +109,7 @@ def test_npz_with_labels_under_other_names(tmp_path):
     read, found = read_structures(tmp_path / "data.npz", forces_key="F")
     assert found.labels == {"energy": ("dft_energy", len(read)), "forces": ("F", len(read))}
     np.testing.assert_allclose(read[1].get_forces(), original[1].get_forces())
-    with pytest.raises(ValueError, match=r"nothing in it is called 'f'; the names are: .*dft_energy.*F"):
+    with pytest.raises(ValueError, match=r"forces_key='f' is not in the file; names in the file: .*dft_energy.*F"):
         read_structures(tmp_path / "data.npz", forces_key="f")
 
 
@@ -139,9 +139,9 @@ def test_a_name_of_ones_own(tmp_path):
     read, _ = read_structures(tmp_path / "data.extxyz", energy_key="pbe_e", forces_key="pbe_f")
     assert_energy = [atoms.get_potential_energy() for atoms in read]
     np.testing.assert_allclose(assert_energy, [atoms.get_potential_energy() for atoms in structures()], atol=1e-7)
-    with pytest.raises(ValueError, match=r"nothing in it is called 'pbe_g'; the names are: .*; did you mean 'pbe_"):
+    with pytest.raises(ValueError, match=r"energy_key='pbe_g' is not in the file; names .*; did you mean 'pbe_"):
         read_structures(tmp_path / "data.extxyz", energy_key="pbe_g")
-    with pytest.raises(ValueError, match=r"no energies, forces or stresses were found; the names in it are: .*pbe_e"):
+    with pytest.raises(ValueError, match=r"no energies, forces or stresses were found; names in the file: .*pbe_e"):
         read_structures(tmp_path / "data.extxyz")
 
 
@@ -187,7 +187,7 @@ def test_a_second_name_for_the_same_label_is_not_overlooked(tmp_path):
     mixed = [renamed(first, {"energy": "REF_energy", "forces": "REF_forces"}), second]
     write(tmp_path / "data.extxyz", mixed)
     with pytest.raises(
-        ValueError, match=r"structure 1 \(ClNa\): its energy is called 'energy', in other structures 'REF_e"
+        ValueError, match=r"structure 1 \(ClNa\): its energy is named 'energy', but in other structures 'REF_e"
     ):
         read_structures(tmp_path / "data.extxyz")
     read, found = read_structures(tmp_path / "data.extxyz", energy_key="energy", forces_key="forces")
@@ -197,7 +197,7 @@ def test_a_second_name_for_the_same_label_is_not_overlooked(tmp_path):
     virial.info["virial"] = np.eye(3)
     write(tmp_path / "data.extxyz", [second, virial])
     with pytest.raises(
-        ValueError, match=r"structure 1 \(ClNa\): its stress is called 'virial', in other structures 'stress'"
+        ValueError, match=r"structure 1 \(ClNa\): its stress is named 'virial', but in other structures 'stress'"
     ):
         read_structures(tmp_path / "data.extxyz")
 
@@ -218,7 +218,7 @@ def bad(problem):
     ("problem", "message"),
     [
         ("nan", r"data.extxyz: structure 1 \(ClNa\): its label 'forces' is NaN or infinite"),
-        ("word", r"data.extxyz: structure 1 \(ClNa\): its 'energy' is 'low', which is not numbers"),
+        ("word", r"data.extxyz: structure 1 \(ClNa\): its 'energy' is 'low', which is not numeric"),
     ],
 )
 def test_bad_labels_name_the_file_and_the_structure(tmp_path, problem, message):

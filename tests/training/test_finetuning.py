@@ -227,7 +227,7 @@ def test_a_run_goes_on_after_a_gradient_that_is_no_number(tmp_path, monkeypatch)
     tried = model()
     monkeypatch.setattr(finetuning, "SAVE_EVERY", 0.0)
     monkeypatch.setattr(losses, "backpropagate", stumbling)
-    with pytest.raises(FloatingPointError, match="the gradient of step 3 is NaN or infinite; use smaller rates"):
+    with pytest.raises(FloatingPointError, match="the gradient of step 3 is NaN or infinite; lower the learning rates"):
         finetune(tried, data, config=CONFIG, folder=tmp_path)
     resumed, whole = model(), model()
     finetune(resumed, data, config=CONFIG, folder=tmp_path)
@@ -240,7 +240,7 @@ def test_a_step_that_does_not_fit_into_memory_says_what_helps(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(losses, "backpropagate", full)
-    with pytest.raises(MemoryError, match=r"does not fit into memory; run the samples one by one with chunk=1"):
+    with pytest.raises(MemoryError, match=r"does not fit in memory; run the samples one by one with chunk=1"):
         finetune(model(), molecules(8), config=CONFIG)
 
 
@@ -256,7 +256,7 @@ def test_the_state_of_a_run_is_not_taken_for_a_model_nor_from_another_version(tm
 
 def test_a_damaged_state_is_an_error_and_stays(tmp_path):
     (tmp_path / "last.pt").write_bytes(b"half a file")
-    with pytest.raises(ValueError, match=r"last.pt is damaged; remove it to start anew"):
+    with pytest.raises(ValueError, match=r"last.pt is damaged; remove it to start again"):
         finetune(model(), molecules(), config=CONFIG, folder=tmp_path)
     assert (tmp_path / "last.pt").read_bytes() == b"half a file"
 
@@ -423,7 +423,7 @@ def test_energies_are_right_on_average_after_training(offsets):
 def test_there_must_be_something_to_train():
     from pmlip.methods.deterministic import Deterministic
 
-    with pytest.raises(ValueError, match="there is nothing to train: the backbone is frozen"):
+    with pytest.raises(ValueError, match="nothing to train: the backbone is frozen"):
         finetune(Deterministic(tiny_backbone()), molecules(), config=replace(CONFIG, freeze_backbone=True))
 
 

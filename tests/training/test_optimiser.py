@@ -69,11 +69,11 @@ def test_gradients_are_clipped_and_those_that_are_no_numbers_move_nothing():
     assert take(optimisation, 0, gradient=3.0) == pytest.approx(3 * math.sqrt(5))
     assert torch.cat([p.grad for p in optimisation.parameters]).norm() == pytest.approx(0.5, rel=1e-4)
     before = fast.detach().clone()
-    with pytest.raises(FloatingPointError, match="the gradient of step 2 is NaN or infinite; use smaller rates"):
+    with pytest.raises(FloatingPointError, match="the gradient of step 2 is NaN or infinite; lower the learning rates"):
         take(optimisation, 1, gradient=float("nan"))
     assert torch.equal(fast.detach(), before)
 
 
 def test_there_must_be_something_to_train():
-    with pytest.raises(ValueError, match="there is nothing to train"):
+    with pytest.raises(ValueError, match="nothing to train: the backbone is frozen"):
         Optimiser(nn.Linear(1, 1), [([], 0.1)], CONFIG, steps=1)

@@ -1,4 +1,4 @@
-"""Pairs of atoms within a cutoff, for backbones that take them as a plain list of edges."""
+"""Neighbour lists for backbones that take a plain list of edges."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -16,18 +16,21 @@ from pmlip.structures.atoms import StructureError
 
 @dataclass(frozen=True)
 class Batch:
-    species: Tensor  # (node,) index of the element among those the potential knows
+    species: Tensor  # (node,) index of the element in the potential's list of elements
     positions: Tensor  # (node, 3), double
     cell: Tensor  # (system, 3, 3), double
     volume: Tensor  # (system,); NaN for a structure without a cell
-    image: Tensor  # (edge, 3) cell of the neighbour
-    edge: Tensor  # (edge, 2) centre and neighbour, nodes
+    image: Tensor  # (edge, 3) periodic image of the neighbour, in cell vectors
+    edge: Tensor  # (edge, 2) node indices of centre and neighbour
 
 
 def build_graph(
     atoms: Atoms, index: int, *, cutoff: float, species: Mapping[int, int], like: Tensor, potential: str
 ) -> Graph:
-    """One structure on the device of `like`; species: atomic number -> index, for the elements that are known."""
+    """Build the graph of one structure on the device of `like`.
+
+    species: atomic number -> index, for the elements of the potential. potential: its name for error messages.
+    """
     for atom in atoms:
         if atom.number not in species:
             known = ", ".join(chemical_symbols[number] for number in species)
@@ -38,9 +41,10 @@ def build_graph(
 
 
 def outputs_by_gradient(graph: Graph, energy: Callable[[Tensor], Tensor], like: Tensor) -> dict[str, Tensor]:
-    """Outputs in the precision of `like` for energy(vectors) -> (system,), a function of the edges' vectors.
+    """Return energy, forces and stress of a function energy(edge vectors) -> (system,).
 
-    The vectors are formed in double precision.
+    Edge vectors are computed in double precision, then cast to the precision of `like`. Forces and stress have that
+    precision too; the energy keeps its own.
     """
     batch: Batch = graph.batch
 
@@ -56,7 +60,7 @@ def outputs_by_gradient(graph: Graph, energy: Callable[[Tensor], Tensor], like: 
 def _single(atoms: Atoms, index: int, cutoff: float, species: Mapping[int, int]) -> Batch:
     if (atoms.pbc & ~atoms.cell.array.any(axis=1)).any():
         raise StructureError(atoms, index, "it is periodic along an axis without a cell vector")
-    # axes without a vector are not periodic, so any will do
+    # axes without a cell vector are not periodic, so an arbitrary vector is correct
     centre, neighbour, image = neighbour_list(
         "ijS", positions=atoms.positions, cell=atoms.cell.complete().array, pbc=atoms.pbc, cutoff=cutoff
     )
@@ -71,7 +75,7 @@ def _single(atoms: Atoms, index: int, cutoff: float, species: Mapping[int, int])
 
 
 def join(parts: Sequence[Batch]) -> Batch:
-    """Several batches as one: their rows after each other, each one's indices moved past the rows before."""
+    """Concatenate batches and shift the node indices of their edges."""
     joined = Batch(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Batch)})
     starts = [0, *np.cumsum([len(part.species) for part in parts[:-1]]).tolist()]
     return replace(joined, edge=torch.cat([part.edge + start for part, start in zip(parts, starts, strict=True)]))

@@ -1,4 +1,4 @@
-"""What pmlip asks of a potential."""
+"""The interface of a backbone, and helper functions for adapters."""
 
 import hashlib
 import itertools
@@ -18,45 +18,48 @@ from pmlip.noise.injection import Site
 
 @dataclass(frozen=True)
 class Graph:
-    """A batch of structures in a backbone's own form."""
+    """A batch of structures in the backbone's format."""
 
-    batch: Any  # the backbone's own; nobody else looks inside
+    batch: Any  # private to the backbone
     rows: Mapping[str, Tensor]  # kind of row ("node" always, "edge", "angle", ...) -> system of each row
     systems: int
 
 
 class Backbone(nn.Module, ABC):
-    """A potential behind one interface. `tests/contract.py` says what every backbone must satisfy.
+    """Base class of all potentials. `tests/contract.py` tests the properties that every backbone must have.
 
-    Each file in this folder has a subclass of this and a function
-    `load(variant, *, weights, device) -> Backbone`; the name of the file is the name of the backbone.
+    Each adapter file defines a subclass and a function `load(variant, *, weights, device) -> Backbone`. The file name
+    is the name of the backbone.
     """
 
-    name: str  # of the file
+    name: str  # name of the adapter file
     equivariant: bool  # whether rotating a structure rotates its forces exactly
     conservative: bool  # whether forces are the gradient of the energy
-    rate = 1e-4  # learning rate for fine-tuning; a potential for which another was found to be better says so
+    rate = 1e-4  # default learning rate for fine-tuning; subclasses override it with a tuned value
 
     def __init__(self, module: nn.Module, variant: str) -> None:
         super().__init__()
-        self.module = module  # the package's own model
+        self.module = module  # the package's model
         self.variant = variant
 
     def check(self, structures: Sequence[Atoms], indices: Sequence[int]) -> None:
-        """Refuse structures that the potential cannot take, before hours of work."""
+        """Raise a StructureError for the first structure that the potential does not support.
+
+        Called before long runs, so that they do not fail halfway.
+        """
         for index in indices:
             self.single(structures[index], index)
 
     @abstractmethod
     def sites(self) -> Sequence[Site]:
-        """The first linear layer of each message and update MLP, by its name inside `self.module`."""
+        """Return the first linear layer of each message and update MLP; names are relative to `self.module`."""
 
     def mlps(self) -> list[list[Site]]:
-        """All linear layers of each message and update MLP, its first one (the site) first."""
+        """Return all linear layers of each message and update MLP; the site is the first layer of each list."""
         found = []
         for site in self.sites():
             named = self.module.get_submodule(site.name)
-            # a site may name its layer, or the MLP that begins with it
+            # a site names either its layer or the MLP whose first layer it is
             mlp = site.name.rpartition(".")[0] if isinstance(named, nn.Linear) else site.name
             layers = [
                 Site(f"{mlp}.{name}", site.rows)
@@ -64,34 +67,36 @@ class Backbone(nn.Module, ABC):
                 if isinstance(layer, nn.Linear)
             ]
             if not layers:
-                raise ValueError(f"{site.name} of {self.name} is not part of an MLP of linear layers")
+                raise ValueError(f"site {site.name!r} of {self.name} is not part of an MLP of nn.Linear layers")
             found.append(layers)
         return found
 
     @property
     def _like(self) -> Tensor:
-        """A parameter, for its device and precision."""
+        """Return a parameter that has the device and precision of the model."""
         parameter: Tensor = next(self.module.parameters())
         return parameter
 
     def row_features(self, graph: "Graph") -> dict[str, Tensor]:
-        """Raw features of the rows of each kind that sites have, invariant to rotation: (row, feature)."""
-        raise ValueError(f"the adapter of {self.name} gives no raw features of rows, which this method needs")
+        """Return rotation-invariant input features (row, feature) for each kind of row that sites have."""
+        raise ValueError(
+            f"backbone {self.name!r} does not implement row_features, which this method needs; use another backbone"
+        )
 
     @abstractmethod
     def single(self, atoms: Atoms, index: int) -> Graph:
-        """One structure as a batch on the model's device; index: its number, for a StructureError."""
+        """Build the graph of one structure on the model's device; index: its number in a StructureError."""
 
     @abstractmethod
     def join_batches(self, batches: Sequence[Any]) -> Any:
-        """Several batches of this backbone as one, their systems one after the other."""
+        """Concatenate batches of this backbone, in order."""
 
     def graph(self, structures: Sequence[Atoms]) -> Graph:
-        """Structures as one batch on the model's device; refuses structures that the potential cannot take."""
+        """Build one batch on the model's device; raise a StructureError if a structure is not supported."""
         return self.join([self.single(atoms, index) for index, atoms in enumerate(structures)])
 
     def join(self, graphs: Sequence[Graph]) -> Graph:
-        """Several graphs as one, without building neighbour lists again."""
+        """Concatenate graphs without a new neighbour search."""
         *starts, systems = itertools.accumulate((graph.systems for graph in graphs), initial=0)
         rows = {
             kind: torch.cat([graph.rows[kind] + start for graph, start in zip(graphs, starts, strict=True)])
@@ -100,40 +105,40 @@ class Backbone(nn.Module, ABC):
         return Graph(self.join_batches([graph.batch for graph in graphs]), rows, systems)
 
     def repeat(self, graph: Graph, copies: int) -> Graph:
-        """The whole batch `copies` times, one copy after the other."""
+        """Concatenate `copies` copies of a batch."""
         return self.join([graph] * copies)
 
     @abstractmethod
     def forward(self, graph: Graph) -> dict[str, Tensor]:
-        """energy (system,) in double precision, forces (atom, 3), stress (system, 6): eV, Å, ASE's signs.
+        """Return energy (system,) in double precision, forces (atom, 3), stress (system, 6): eV, Å, ASE's signs.
 
-        Forces that are gradients are part of the autograd graph only where gradients are enabled.
+        Conservative forces are part of the autograd graph only if gradients are enabled.
         """
 
     @property
     @abstractmethod
     def elements(self) -> Sequence[int]:
-        """The atomic numbers it knows."""
+        """Atomic numbers of the elements that the potential supports."""
 
     @abstractmethod
     def shift_references(self, offsets: Mapping[int, float]) -> None:
-        """Add to the energy of every atom of these elements (atomic number -> eV), in the package's own references."""
+        """Add offsets (atomic number -> eV per atom) to the reference energies that the package stores."""
 
     def shift_all(self, energy: float) -> None:
-        """Add to the energy of every atom, in eV."""
+        """Add `energy` (eV per atom) to the reference energy of every element."""
         self.shift_references(dict.fromkeys(self.elements, energy))
 
     @abstractmethod
     def calculator(self) -> Calculator:
-        """The package's own ASE calculator for this model."""
+        """Return the package's ASE calculator for this model."""
 
     @abstractmethod
     def save(self, path: str | Path) -> None:
-        """Write the model in the package's own file format."""
+        """Write the model in the package's file format."""
 
 
 def weights_hash(module: nn.Module) -> str:
-    """A fingerprint of all parameters and buffers: their names, shapes and values, in whatever precision."""
+    """Return a hash of all parameters and buffers (names, shapes, values) that does not depend on the precision."""
     digest = hashlib.sha256()
     for name, value in sorted(module.state_dict().items()):
         if isinstance(value, Tensor):
@@ -150,12 +155,12 @@ def conservative_outputs(
     volume: Tensor,
     energy: Callable[[Tensor, Tensor], Tensor],
 ) -> dict[str, Tensor]:
-    """Energies, and forces and stress as their gradients, each in the precision of the positions but the energy.
+    """Return energies, and forces and stress as their gradients in the precision of the positions.
 
-    energy(positions, cell) gives that of each system (system,) for positions (node, 3) and cells (system, 3, 3), which
-    are leaves of their own in every call. It should take rows of them by index_select: the gradient of x[index] differs
-    in rounding from call to call where several threads add to a row. volume (system,) is NaN for a structure without a
-    cell, and so is its stress then. The outputs are part of the autograd graph only where gradients are enabled.
+    energy(positions, cell) returns the energy of each system (system,) for positions (node, 3) and cells
+    (system, 3, 3). It should gather rows with index_select: the gradient of x[index] is not reproducible to the last
+    digit when several threads add to a row. volume (system,) is NaN for a structure without a cell; its stress is NaN
+    too. The outputs are part of the autograd graph only if gradients are enabled.
     """
     differentiable = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -167,7 +172,7 @@ def conservative_outputs(
         gradient, virial = torch.autograd.grad(
             total.sum(), [positions, strain], create_graph=differentiable, materialize_grads=True
         )
-        # NaN must come last: dividing by it would make the gradient of every parameter NaN
+        # set NaN last: dividing by a NaN volume would make all gradients NaN
         stress = virial / volume.nan_to_num(nan=1.0)[:, None, None]
         voigt = (stress + stress.mT).flatten(1)[:, [0, 4, 8, 5, 2, 1]] / 2
         voigt = voigt.masked_fill(volume.isnan()[:, None], torch.nan)
@@ -176,11 +181,11 @@ def conservative_outputs(
 
 
 def times_own(rows: Tensor, matrices: Tensor, system: Tensor) -> Tensor:
-    """Each row (row, 3) times the matrix of its system, out of (system, 3, 3)."""
+    """Multiply each row (row, 3) by the matrix (system, 3, 3) of its system."""
     return (rows[:, None] @ matrices.index_select(0, system))[:, 0]
 
 
 def distance_features(distances: Tensor, largest: float, count: int = 16) -> Tensor:
-    """Gaussians around `count` distances up to the largest, (row, count)."""
+    """Return Gaussian basis functions of the distances, with `count` centres from 0 to `largest`: (row, count)."""
     centres = torch.linspace(0, largest, count).to(distances)
     return torch.exp(-(((distances[:, None] - centres) * count / largest) ** 2))

@@ -1,6 +1,6 @@
-"""CHGNet: energies, forces and stress by autograd; weights inside its wheel.
+"""CHGNet: forces and stress by autograd; the package includes the weights.
 
-What is exact for every sample: rotation, translation, permutation, and forces as gradients.
+Every sample is exactly equivariant to rotation, translation and permutation, and its forces are exact gradients.
 """
 
 import contextlib
@@ -45,15 +45,15 @@ class Batch:
     positions: Tensor  # (node, 3)
     cell: Tensor  # (system, 3, 3)
     volume: Tensor  # (system,); NaN for a structure without a cell
-    image: Tensor  # (edge, 3) cell of the neighbour
-    edge: Tensor  # (edge, 2) centre and neighbour, nodes
+    image: Tensor  # (edge, 3) periodic image of the neighbour, in cell vectors
+    edge: Tensor  # (edge, 2) node indices of centre and neighbour
     bond_of_edge: Tensor  # (edge,) directed edge -> undirected bond
     edge_of_bond: Tensor  # (bond,) undirected bond -> one of its two edges
     angle: Tensor  # (angle, 5) node, bond i, edge i, bond j, edge j
 
 
 class SplitGatedMLP(GatedMLP):
-    """The package's gated MLP on rows that are not put together."""
+    """The package's gated MLP on a `SplitInput`."""
 
     def forward(self, rows: SplitInput) -> Tensor:
         core, gate = (_through(mlp, rows) for mlp in (self.mlp_core, self.mlp_gate))
@@ -65,7 +65,7 @@ class SplitGatedMLP(GatedMLP):
 def _through(mlp: MLP, rows: SplitInput) -> Any:
     x: Any = rows
     for layer in mlp.layers:
-        if not isinstance(layer, nn.Dropout):  # of nothing, and it takes no rows in parts
+        if not isinstance(layer, nn.Dropout):  # skip: its rate is 0, and it does not accept a SplitInput
             x = layer(x)
     return x
 
@@ -112,7 +112,10 @@ SPLIT: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def _split(module: CHGNet) -> None:
-    """Let the message passing work in parts, equal up to rounding, where it is of the published kind."""
+    """Make message passing use split inputs, equal up to rounding.
+
+    Does nothing for a model whose layers differ from the published models' layers.
+    """
     layers = [*module.atom_conv_layers, *module.bond_conv_layers, *module.angle_layers]
     layers = [layer for layer in layers if layer is not None]
     inner = [part for layer in layers for part in layer.modules()]
@@ -142,15 +145,15 @@ class CHGNetBackbone(Backbone):
         super().__init__(module, variant)
         if any(layer.mlp_out.layers[-1].bias is not None for layer in module.bond_conv_layers if layer is not None):
             raise ValueError(
-                "this CHGNet (0.2.0 or older) has biases that make a structure without angles depend on the others of "
-                "its batch; use 0.3.0 or later"
+                "this CHGNet (0.2.0 or older) has biases that make a structure without angles depend on the other "
+                "structures in its batch; use 0.3.0 or later"
             )
         _split(module)
         own = module.graph_converter
         self.converter = CrystalGraphConverter(
             atom_graph_cutoff=own.atom_graph_cutoff,
             bond_graph_cutoff=own.bond_graph_cutoff,
-            on_isolated_atoms="ignore",  # `graph` refuses them, and says which
+            on_isolated_atoms="ignore",  # `_single` raises an error that names the atom
         )
 
     def sites(self) -> list[Site]:
@@ -184,7 +187,7 @@ class CHGNetBackbone(Backbone):
         if not has_cell:
             if (atoms.pbc & ~atoms.cell.array.any(axis=1)).any():
                 raise StructureError(atoms, index, "it is periodic along an axis without a cell vector")
-            # axes without a vector are not periodic, so any will do; CHGNet wants a full cell
+            # CHGNet needs a full cell; axes without a cell vector are not periodic, so an arbitrary one is correct
             boxed.set_cell(atoms.cell.complete() if atoms.cell.rank else np.ptp(atoms.positions, axis=0) + 1)
         graph = self.converter(AseAtomsAdaptor.get_structure(boxed))
         edge = graph.atom_graph.long().reshape(-1, 2)
@@ -193,7 +196,7 @@ class CHGNetBackbone(Backbone):
                 atoms,
                 index,
                 f"atom {min(isolated)} ({atoms[min(isolated)].symbol}) has no neighbour within "
-                f"{self.converter.atom_graph_cutoff} Å, and CHGNet cannot take isolated atoms; remove it",
+                f"{self.converter.atom_graph_cutoff} Å, and CHGNet does not support isolated atoms; remove it",
             )
         return Batch(
             numbers=graph.atomic_number.long(),
@@ -233,7 +236,7 @@ class CHGNetBackbone(Backbone):
         batch: Batch = graph.batch
         module = self.module
         images = times_own(batch.image, cell, graph.rows["edge"])
-        # The encoder adds image @ lattice of a single structure; the images are in place already.
+        # The encoder adds image @ lattice of a single structure. Here `images` holds that sum, so pass zeros.
         none = images.new_zeros(1, 3)
         atom_bases, bond_bases, directions = module.bond_basis_expansion(
             center=positions.index_select(0, batch.edge[:, 0]),
@@ -286,19 +289,20 @@ class CHGNetBackbone(Backbone):
         single = self.module.bond_embedding.weight.dtype == torch.float32
         with _quiet():
             return CHGNetCalculator(
-                self.module if single else copy.deepcopy(self.module).float(),  # it makes graphs in single precision
+                # the calculator builds graphs in single precision
+                self.module if single else copy.deepcopy(self.module).float(),
                 use_device=str(self.module.bond_embedding.weight.device),
                 on_isolated_atoms="error",
             )
 
     def save(self, path: str | Path) -> None:
-        """A file that `CHGNet.from_file` reads."""
+        """Write a file that `CHGNet.from_file` reads."""
         with atomic_write(path) as file:
             torch.save({"model": self.module.as_dict()}, file)
 
 
 def load(variant: str = "", *, weights: str | Path | None = None, device: str = "cpu") -> CHGNetBackbone:
-    """CHGNet 0.3.0, or the variant that is named; or a checkpoint written by CHGNet from a local file."""
+    """Load CHGNet 0.3.0, another variant, or a local checkpoint written by CHGNet."""
     variant = variant or VARIANTS[0]
     if weights is None and variant not in VARIANTS:
         raise ValueError(f"unknown CHGNet variant {variant!r}; allowed: {', '.join(VARIANTS)}")
@@ -309,21 +313,21 @@ def load(variant: str = "", *, weights: str | Path | None = None, device: str = 
 
 def _read(path: str | Path) -> CHGNet:
     if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no file of weights {path}")
+        raise FileNotFoundError(f"there is no weights file {path}")
     try:
         return CHGNet.from_dict(torch.load(path, map_location="cpu", weights_only=True)["model"])
-    except Exception as error:  # torch raises a different type for every way a file can be wrong
+    except Exception as error:  # torch raises many types of error for damaged files
         raise ValueError(f"{path} is not a checkpoint of CHGNet") from error
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    with contextlib.redirect_stdout(io.StringIO()):  # CHGNet prints when it is made
+    with contextlib.redirect_stdout(io.StringIO()):  # CHGNet prints in its constructor
         yield
 
 
 def _join(parts: Sequence[Batch]) -> Batch:
-    """Several batches as one: their rows after each other, each one's indices moved past the rows before."""
+    """Concatenate batches and shift their node, edge and bond indices."""
     edge, bond = [part.edge for part in parts], [part.edge_of_bond for part in parts]
     angle = [part.angle for part in parts]
     nodes, edges, bonds = _starts([part.numbers for part in parts]), _starts(edge), _starts(bond)
@@ -339,11 +343,11 @@ def _join(parts: Sequence[Batch]) -> Batch:
 
 
 def _starts(parts: Sequence[Tensor]) -> Tensor:
-    """How many rows lie before each part once they are joined."""
+    """Return the index of the first row of each part after concatenation."""
     return torch.tensor([0, *(len(part) for part in parts[:-1])], device=parts[0].device).cumsum(0)
 
 
 def _part(parts: Sequence[Tensor]) -> Tensor:
-    """The index of the part each row of the joined parts comes from."""
+    """Return the index of the part that each concatenated row comes from."""
     lengths = torch.tensor([len(part) for part in parts], device=parts[0].device)
     return torch.repeat_interleave(torch.arange(len(parts), device=lengths.device), lengths)

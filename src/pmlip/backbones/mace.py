@@ -1,6 +1,6 @@
-"""MACE: energies, forces and stress by autograd; a model from a local file, or one that was made.
+"""MACE: forces and stress by autograd; from a local model file or an existing MACE module.
 
-What is exact for every sample: rotation, translation, permutation, and forces as gradients.
+Every sample is exactly equivariant to rotation, translation and permutation, and its forces are exact gradients.
 """
 
 import copy
@@ -28,7 +28,7 @@ except ImportError as error:
 
 
 class MACEBackbone(Backbone):
-    """variant: the head of a model that has several; "" is its only one."""
+    """MACE backbone; variant: name of the head, or "" for a model with a single head."""
 
     name = "mace"
     equivariant = True
@@ -38,8 +38,8 @@ class MACEBackbone(Backbone):
     def __init__(self, module: nn.Module, variant: str = "") -> None:
         if type(module) not in (MACE, ScaleShiftMACE) or hasattr(module, "joint_embedding"):
             raise ValueError(
-                f"only a plain MACE or ScaleShiftMACE can be a backbone, without charges, spins or other inputs than "
-                f"the structure; got a {type(module).__name__}"
+                f"the module must be a plain MACE or ScaleShiftMACE, without inputs for charge, spin or other "
+                f"properties; got a {type(module).__name__}"
             )
         heads = getattr(module, "heads", None) or ["Default"]
         if variant not in heads and (variant or len(heads) > 1):
@@ -75,7 +75,8 @@ class MACEBackbone(Backbone):
             {
                 "node_attrs": nn.functional.one_hot(batch.species, len(self.species)).to(vectors),
                 "edge_index": batch.edge.T,
-                # edges are differences of positions plus shifts to MACE; here they are made already, in double
+                # MACE computes edge vectors as position differences + shifts. They are already computed in double
+                # precision, so pass them as shifts.
                 "positions": vectors.new_zeros(len(batch.species), 3),
                 "shifts": vectors,
                 "cell": batch.cell.to(vectors).flatten(0, 1),
@@ -99,9 +100,9 @@ class MACEBackbone(Backbone):
                 references[..., self.species[number]] += offset
 
     def calculator(self) -> Calculator:
-        before = torch.get_default_dtype()  # which the package sets
+        before = torch.get_default_dtype()  # MACECalculator changes it
         try:
-            # a copy: the calculator makes the parameters of its model constants
+            # a copy: the calculator sets requires_grad=False on its parameters
             return MACECalculator(
                 models=copy.deepcopy(self.module),
                 device=str(self._like.device),
@@ -112,7 +113,7 @@ class MACEBackbone(Backbone):
             torch.set_default_dtype(before)
 
     def save(self, path: str | Path) -> None:
-        """The model as MACE itself saves it: a pickle. A folded sample in it needs pmlip to be read."""
+        """Write the model as MACE does, as a pickle. Reading a folded sample needs pmlip."""
         with atomic_write(path) as file:
             torch.save(self.module, file)
 
@@ -120,13 +121,13 @@ class MACEBackbone(Backbone):
 def load(
     variant: str = "", *, weights: str | Path | None = None, device: str = "cpu", trust: bool = False
 ) -> MACEBackbone:
-    """A MACE from a local model file; the variant is its head, where it has several."""
+    """Load a MACE from a local model file; variant: name of the head if it has several."""
     if weights is None:
         raise ValueError(
-            "the MACE package includes no weights; download a model, and pass its file as weights=PATH with trust=True"
+            "the MACE package includes no weights; download a model and pass its file as weights=PATH with trust=True"
         )
     if not Path(weights).is_file():
-        raise FileNotFoundError(f"there is no file of weights {weights}")
+        raise FileNotFoundError(f"there is no weights file {weights}")
     if not trust:
         raise ValueError(
             f"{weights} is a MACE model, which is a pickle and can execute code when it is loaded; if you trust its "
@@ -134,8 +135,8 @@ def load(
         )
     try:
         module = torch.load(weights, map_location="cpu", weights_only=False)
-    except Exception as error:  # torch raises a different type for every way a file can be wrong
+    except Exception as error:  # torch raises many types of error for damaged files
         raise ValueError(f"{weights} cannot be read as a MACE model: {error}") from error
     if not isinstance(module, nn.Module):
-        raise ValueError(f"{weights} holds a {type(module).__name__}, not a whole MACE model; give the .model file")
+        raise ValueError(f"{weights} holds a {type(module).__name__}, not a whole MACE model; pass the .model file")
     return MACEBackbone(module.eval(), variant).to(device)

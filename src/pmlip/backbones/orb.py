@@ -1,7 +1,8 @@
-"""Orb-v3, direct and conservative, and Orb-v2: weights by the package's download or from a local file.
+"""Orb-v3 (direct and conservative) and Orb-v2; the package downloads the weights, or they come from a local file.
 
-What is exact for every sample: translation, permutation, zero net force of the direct models, and forces as gradients
-of the conservative ones. Rotation is not: Orb puts the directions of bonds through plain MLPs and has learned it.
+Every sample is exactly equivariant to translation and permutation. Direct models have zero net force, and forces of
+conservative models are exact gradients. Rotation is only approximate: Orb passes bond directions through plain MLPs and
+learned equivariance from data.
 """
 
 import contextlib
@@ -35,11 +36,14 @@ try:
 except ImportError as error:
     raise ImportError("backbone 'orb' needs: pip install 'pmlip[orb]'") from error
 
-ELEMENTS = range(1, 118)  # Orb's embedding has 118 rows and begins at 0
+ELEMENTS = range(1, 118)  # Orb's embedding has 118 rows, indexed by atomic number from 0
 
 
 class SplitInteraction(AttentionInteractionNetwork):
-    """The package's message passing, its edge MLP's first layer split: a third less work, equal up to rounding."""
+    """The package's message passing with a split first layer in the edge MLP.
+
+    A third less work; results are equal up to rounding.
+    """
 
     def forward(
         self,
@@ -65,7 +69,7 @@ class SplitInteraction(AttentionInteractionNetwork):
 
 
 def _split(layer: Any) -> None:
-    """Let a layer of message passing work in parts, where it is of the kind that all published Orbs have."""
+    """Make a message-passing layer use split inputs, if it has the settings of the published Orb models."""
     if (
         type(layer) is AttentionInteractionNetwork
         and layer._attention_gate == "sigmoid"
@@ -114,10 +118,10 @@ class OrbBackbone(Backbone):
             raise StructureError(
                 atoms,
                 index,
-                f"Orb takes structures that are periodic along all axes or none, got pbc={atoms.pbc.tolist()}; give it "
+                f"Orb supports structures that are periodic along all axes or none, got pbc={atoms.pbc.tolist()}; set "
                 "a full cell with vacuum and pbc=True",
             )
-        # nothing else of the structure may reach the graph: Orb would read features and targets from its info
+        # copy only the geometry: Orb would read features and targets from `info`
         plain = Atoms(atoms.numbers, atoms.positions, cell=atoms.cell, pbc=atoms.pbc)
         if self.module.model.conditioner is not None:
             for key in ("charge", "spin"):
@@ -178,7 +182,7 @@ class OrbBackbone(Backbone):
         return energy + self.module.pair_repulsion_fn(moved)["energy"] if self.module.pair_repulsion else energy
 
     def _energy(self, graph: Graph, nodes: Tensor) -> Tensor:
-        """The head's energy per atom times atoms, and the elements' references, in double precision."""
+        """Return the energy of each system (system,), reference energies included, in double precision."""
         batch, head = graph.batch, self.module.heads["energy"]
         energy = head.normalizer.inverse(head(nodes, batch)).double()
         if head.atom_avg:
@@ -201,7 +205,7 @@ class OrbBackbone(Backbone):
         return "confidence" in self.module.heads
 
     def expected_errors(self, graph: Graph) -> Tensor:
-        """The absolute error of force components that the confidence head of Orb-v3 expects, (atom,) eV/Å."""
+        """Return the absolute error of force components predicted by the confidence head of Orb-v3, (atom,) eV/Å."""
         head = self.module.heads["confidence"]
         with torch.no_grad():
             logits = head(self.module.model(graph.batch)["node_features"], graph.batch)
@@ -212,13 +216,13 @@ class OrbBackbone(Backbone):
         return ORBCalculator(self.module, device=self._like.device)
 
     def save(self, path: str | Path) -> None:
-        """A file that the package's functions take as `weights_path`."""
+        """Write a file that the package's model functions read as `weights_path`."""
         with atomic_write(path) as file:
             torch.save(self.module.state_dict(), file)
 
 
 def variants() -> dict[str, Callable[..., Any]]:
-    """The package's models that it has weights for, by their own names."""
+    """Return the package's models with published weights, by name."""
     return {
         name: make
         for name, make in ORB_PRETRAINED_MODELS.items()
@@ -227,16 +231,16 @@ def variants() -> dict[str, Callable[..., Any]]:
 
 
 def load(variant: str = "", *, weights: str | Path | None = None, device: str = "cpu") -> OrbBackbone:
-    """An Orb by its own name, "orb_v3_direct_20_omat" or "orb-v3-direct-20-omat"; downloaded, or from a local file."""
+    """Load an Orb by its name, "orb_v3_direct_20_omat" or "orb-v3-direct-20-omat", by download or from a local file."""
     allowed = variants()
     variant = (variant or "orb-v3-conservative-20-omat").replace("_", "-")
     if variant not in allowed:
         raise ValueError(f"unknown Orb {variant!r}; allowed: {', '.join(allowed)}")
     make = allowed[variant]
     if weights is not None and not Path(weights).is_file():
-        raise FileNotFoundError(f"there is no file of weights {weights}")
+        raise FileNotFoundError(f"there is no weights file {weights}")
     address = inspect.signature(make).parameters["weights_path"].default if weights is None else str(weights)
-    with _leaving_torch_as_it_is():
+    with _restore_torch_settings():
         try:
             module = make(weights_path=address, device="cpu", precision="float32-highest", compile=False, train=True)
         except Exception as error:
@@ -250,8 +254,8 @@ def load(variant: str = "", *, weights: str | Path | None = None, device: str = 
 
 
 @contextlib.contextmanager
-def _leaving_torch_as_it_is() -> Iterator[None]:
-    """The package sets torch's global precision when it loads a model, and warns that it does."""
+def _restore_torch_settings() -> Iterator[None]:
+    """Undo the changes that the package makes to torch's global precision when it loads a model; hide its warning."""
     dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     try:
         with warnings.catch_warnings():

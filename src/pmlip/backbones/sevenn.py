@@ -1,6 +1,6 @@
-"""SevenNet: energies, forces and stress by autograd; weights inside its wheel.
+"""SevenNet: forces and stress by autograd; the package includes the weights.
 
-What is exact for every sample: rotation, translation, permutation, and forces as gradients.
+Every sample is exactly equivariant to rotation, translation and permutation, and its forces are exact gradients.
 """
 
 import copy
@@ -40,13 +40,13 @@ VARIANTS = {
     "7net-mf-0": _const.SEVENNET_MF_0,
 }
 
-# Checkpoints keep references of the elements and statistics as numpy's arrays and scalars beside the weights.
+# numpy types in SevenNet checkpoints (reference energies, statistics), which torch's safe loader must allow.
 ARRAYS: list[Any] = [
     np.ndarray,
     np.dtype,
     *{type(np.dtype(name)) for name in ("float32", "float64", "int32", "int64", "bool")},
     *(
-        (value.__reduce__()[0], f"numpy.{core}.multiarray.{name}")  # numpy 1 and 2 have them in different places
+        (value.__reduce__()[0], f"numpy.{core}.multiarray.{name}")  # module path of numpy 1, then of numpy 2
         for name, value in (("_reconstruct", np.zeros(1)), ("scalar", np.float64(0)))
         for core in ("core", "_core")
     ),
@@ -61,15 +61,15 @@ class SevenNetBackbone(Backbone):
 
     def __init__(self, module: AtomGraphSequential, variant: str, *, config: Mapping[str, Any]) -> None:
         super().__init__(module, variant)
-        self.config = config  # of the checkpoint; what SevenNet builds the module from
+        self.config = config  # the checkpoint's settings, from which SevenNet builds the module
         modals, modal = list(module.modal_map or ()), variant.partition(":")[2]
         if modal not in (modals or [""]):
             allowed = " or ".join(f"'sevenn:{variant.partition(':')[0]}{m and ':' + m}'" for m in modals or [""])
             raise ValueError(
-                f"'sevenn:{variant}' does not name a set of labels that it was trained on; ask for {allowed}"
+                f"'sevenn:{variant}' does not name a modality (level of theory) of this model; ask for {allowed}"
             )
         self.modal = modal or None
-        # constants of e3nn's generated code: copies have more of them than the original, and versions of torch differ
+        # Leave e3nn's compiled constants out of state dicts: their number differs in copies and between torch versions.
         self.register_state_dict_post_hook(_leave_constants_out)
         self.register_load_state_dict_post_hook(_do_not_miss_constants)
 
@@ -94,7 +94,7 @@ class SevenNetBackbone(Backbone):
         return outputs_by_gradient(graph, partial(self._energy, graph), self._like)
 
     def _energy(self, graph: Graph, vectors: Tensor) -> Tensor:
-        """The layers one by one, without those that would add the energies up and take gradients themselves."""
+        """Run the layers one by one; skip the layers that sum energies and compute forces."""
         batch: Batch = graph.batch
         data: dict[str, Tensor] = {
             KEY.NODE_FEATURE: batch.species,
@@ -110,7 +110,7 @@ class SevenNetBackbone(Backbone):
             if name in ("reduce_total_enegy", "force_output"):
                 continue
             data = layer(data)
-            if name == "onehot_idx_to_onehot":  # single precision, whatever the model's
+            if name == "onehot_idx_to_onehot":  # this layer always returns single precision
                 data |= {key: data[key].to(vectors) for key in (KEY.NODE_FEATURE, KEY.NODE_ATTR)}
         energy = data[KEY.ATOMIC_ENERGY][:, 0]
         return energy.new_zeros(graph.systems).index_add(0, graph.rows["node"], energy)
@@ -136,17 +136,17 @@ class SevenNetBackbone(Backbone):
 
     def calculator(self) -> Calculator:
         with warnings.catch_warnings():
-            # it recommends fused kernels, and those would pass the noise by
+            # SevenNet recommends fused kernels, which would bypass the noise
             warnings.filterwarnings("ignore", message="No tensor product accelerator")
-            # a copy: the calculator switches its model to single structures
+            # a copy: the calculator switches its model to unbatched input
             return SevenNetCalculator(copy.deepcopy(self.module), device=self._like.device, modal=self.modal)
 
     def save(self, path: str | Path) -> None:
-        """A checkpoint that SevenNet reads; it has no place for a folded sample."""
+        """Write a SevenNet checkpoint; raise an error for a folded sample, which the format cannot store."""
         if extra := [name for name in self.module.state_dict() if name.endswith("layer0.shift")]:
             raise ValueError(
-                f"SevenNet's files cannot hold a folded sample ({extra[0]}): save the perturbed model, and fold after "
-                "pmlip.load"
+                f"a SevenNet file cannot hold a folded sample ({extra[0]}); save the perturbed model instead, and fold "
+                "it after pmlip.load"
             )
         state = {name: value for name, value in self.module.state_dict().items() if "_tensor_constant" not in name}
         with atomic_write(path) as file:
@@ -154,31 +154,31 @@ class SevenNetBackbone(Backbone):
 
 
 def load(variant: str = "", *, weights: str | Path | None = None, device: str = "cpu") -> SevenNetBackbone:
-    """A SevenNet by its own name, "7net-0", or a checkpoint from a local file.
+    """Load a SevenNet by its name, "7net-0", or a local checkpoint.
 
-    One that was trained on several sets of labels is asked for with one of them, "7net-mf-0:PBE".
+    A multi-fidelity model needs a modality after a colon, "7net-mf-0:PBE".
     """
     variant = variant or next(iter(VARIANTS))
     name = variant.partition(":")[0]
     if weights is None and name not in VARIANTS:
         raise ValueError(f"unknown SevenNet {name!r}; allowed: {', '.join(VARIANTS)}")
     if weights is not None and not Path(weights).is_file():
-        raise FileNotFoundError(f"there is no file of weights {weights}")
+        raise FileNotFoundError(f"there is no weights file {weights}")
     checkpoint = _read(VARIANTS[name] if weights is None else weights)
     module = checkpoint.build_model(enable_cueq=False, enable_flash=False, enable_oeq=False)
-    # the weights have been put into the order of this version, and of the plain layers, by now
+    # build_model has converted the weights to this version and to plain layers, so the settings must say so
     config = checkpoint.config | {"version": sevenn.__version__, KEY.CUEQUIVARIANCE_CONFIG: {"use": False}}
     config |= {KEY.USE_FLASH_TP: False, KEY.USE_OEQ: False}
     return SevenNetBackbone(module.eval(), variant, config=config).to(device)
 
 
 def _read(path: str | Path) -> SevenNetCheckpoint:
-    """SevenNet's own checkpoint, read without executing anything in it, which its own reading would."""
+    """Read a SevenNet checkpoint without executing code in it; SevenNet's reader would unpickle the file."""
     try:
         with torch.serialization.safe_globals(ARRAYS):
             content = torch.load(path, map_location="cpu", weights_only=True)
         config, state = content["config"], content["model_state_dict"]
-    except Exception as error:  # torch raises a different type for every way a file can be wrong
+    except Exception as error:  # torch raises many types of error for damaged files
         raise ValueError(
             f"{path} is not a checkpoint of SevenNet, or it holds more than weights and settings"
         ) from error

@@ -1,4 +1,4 @@
-"""Ways to an uncertainty, by name, each in its own file: P (learned perturbations) and what to compare it with."""
+"""Uncertainty methods by name, one file each: P (learned perturbations) and the methods it is compared with."""
 
 import importlib
 import inspect
@@ -17,7 +17,7 @@ __all__ = ["Method", "available", "build", "built_from", "check", "make"]
 
 
 def available() -> list[str]:
-    """The names of all methods."""
+    """Names of all methods."""
     return [module.name.replace("_", "-") for module in pkgutil.iter_modules(__path__) if _is_method(module.name)]
 
 
@@ -26,13 +26,13 @@ def _is_method(module: str) -> bool:
 
 
 def check(name: str) -> None:
-    """Refuse a name that is not a method's."""
+    """Raise ValueError unless `name` is a method."""
     if name not in available():
         raise ValueError(f"unknown method {name!r}; allowed: {', '.join(available())}{did_you_mean(name, available())}")
 
 
 def make(name: str, backbone: Backbone, **options: Any) -> Method:
-    """A method around a copy of this backbone, ready to be fine-tuned; options are those of its class."""
+    """A method around a copy of the backbone, ready to fine-tune; `options` are passed to the method's class."""
     check(name)
     maker = _module(name).make
     allowed = [option for option in inspect.signature(maker).parameters if option != "backbone"]
@@ -45,13 +45,13 @@ def make(name: str, backbone: Backbone, **options: Any) -> Method:
 
 
 def built_from(name: str) -> BuiltFrom | None:
-    """The fine-tuned models that a method is built from; None for a method that is trained itself."""
+    """The fine-tuned models that a method is built from; None if the method itself is trained."""
     check(name)
     return getattr(_module(name), "BUILT_FROM", None)
 
 
 def build(name: str, tuned: Sequence[Method], valid: Sequence[Atoms]) -> Method:
-    """A method built from fine-tuned models of `built_from(name)`, fitted to validation data where it needs any."""
+    """A method built from the fine-tuned models that `built_from(name)` names; some methods fit widths to `valid`."""
     built: Method = _module(name).build(tuned, valid)
     return built
 

@@ -1,4 +1,4 @@
-"""Work cut to fit: (system, sample) pairs through a model, as many at once as pays and as memory allows."""
+"""Runs (system, sample) pairs through a model in chunks, sized for speed and to fit in memory."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +14,9 @@ from pmlip.samples import join
 
 @dataclass
 class ChunkSize:
-    """How many atoms go through one pass; found while working unless it is fixed.
+    """Number of atoms per pass, tuned at run time unless `settled`.
 
-    It doubles as long as that makes an atom cheaper by 5 %, and halves when memory runs out.
+    It doubles as long as doubling lowers the time per atom by at least 5 %, and halves when memory runs out.
     """
 
     atoms: int = 64
@@ -25,7 +25,7 @@ class ChunkSize:
     _cost: float = float("inf")  # seconds per atom of that pass
 
     def record(self, atoms: int, seconds: float) -> None:
-        """Learn from a pass, if it was a good deal larger than those before."""
+        """Update the size from the time of a pass; ignores passes less than 1.5 times the largest so far."""
         if self.settled or 2 * atoms < 3 * self._measured:
             return
         cost = seconds / atoms
@@ -36,7 +36,7 @@ class ChunkSize:
             self.atoms = 2 * max(self.atoms, atoms)
 
     def halve(self, tried: int) -> None:
-        """A pass of `tried` atoms ran out of memory."""
+        """Halve the size after a pass of `tried` atoms ran out of memory."""
         self.atoms, self.settled = max(1, tried // 2), True
 
 
@@ -49,10 +49,10 @@ def run_in_chunks(
     chunk: ChunkSize,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Tensor]:
-    """Every system with every row of the noise: outputs (sample, system or atom, ...).
+    """Outputs (sample, system or atom, ...) of every system with every row of the noise.
 
-    build(start, stop) makes the graph of those systems; forward(graph, noise) runs it, samples first.
-    progress(done, all) is told how many systems are done.
+    build(start, stop) makes the graph of systems start to stop - 1. forward(graph, noise) returns outputs with the
+    sample axis first. progress(done, total) counts systems.
     """
     parts, start = [], 0
     while start < len(sizes):
@@ -88,12 +88,12 @@ def _run_group(
             if not is_out_of_memory(error):
                 raise
             if copies == 1 and stop - start == 1:
-                raise MemoryError(f"one sample of one structure of {atoms} atoms does not fit into memory") from error
+                raise MemoryError(f"one sample of one structure of {atoms} atoms does not fit in memory") from error
         else:
             chunk.record(atoms * copies, time.perf_counter() - began)
             done += copies
             continue
-        # Only here, after the exception and the tensors it held are gone, is there memory to try again.
+        # Retry outside the except block: the exception holds tensors, and their memory is free only now.
         chunk.halve(atoms * copies)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

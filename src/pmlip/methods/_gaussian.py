@@ -1,4 +1,4 @@
-"""A normal distribution around a deterministic potential: trained as that, its widths fitted on validation data."""
+"""A normal distribution around a deterministic potential, whose widths are fitted to validation data."""
 
 from collections.abc import Sequence
 
@@ -15,10 +15,13 @@ from pmlip.structures.labels import labels
 
 
 class Gaussian(WrappedMethod):
-    """Subclasses say what the width of the forces is proportional to; energies per atom and stresses have one width."""
+    """Gaussian samples around one prediction. Energies per atom and stresses have one width for all structures.
+
+    Subclasses define the unit of the force widths in `force_units`.
+    """
 
     one_pass = True
-    widths: Tensor  # of the outputs, in units of what they are proportional to; zero before they are fitted
+    widths: Tensor  # (output,) standard deviations, as multiples of their units; zero before they are fitted
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__(backbone)
@@ -32,23 +35,23 @@ class Gaussian(WrappedMethod):
         self.widths *= factor
 
     def force_units(self, graph: Graph, forces: Tensor) -> Tensor:
-        """What the width of each force component is a multiple of, (atom, 1)."""
+        """Unit of the width of each atom's force components, (atom, 1)."""
         raise NotImplementedError
 
     def forward(self, graph: Graph, draws: Tensor | None) -> dict[str, Tensor]:
         outputs = self.backbone(graph)
-        if draws is None or self.training or not self.trained:  # it is the potential inside that is trained
+        if draws is None or self.training or not self.trained:  # training fits the backbone alone
             count = 1 if draws is None else len(draws)
             return {name: value.expand(count, *value.shape) for name, value in outputs.items()}
         units = self._units(graph, outputs)
         widths = {name: width * units[name] for name, width in zip(LABELS, self.widths, strict=True) if name in units}
 
         def run(generator: torch.Generator) -> dict[str, Tensor]:
-            moved = {}
+            sample = {}
             for name, value in outputs.items():
                 noise = torch.randn(value.shape, generator=generator).to(widths[name])
-                moved[name] = value + (widths[name] * noise).to(value)
-            return moved
+                sample[name] = value + (widths[name] * noise).to(value)
+            return sample
 
         return each_sample(run, draws)
 
@@ -60,7 +63,7 @@ class Gaussian(WrappedMethod):
         return units
 
     def fit_widths(self, valid: Sequence[Atoms]) -> None:
-        """Fit the width of each output to the validation data: the one with the smallest CRPS."""
+        """Set the width of each output to the value with the smallest CRPS on the validation data."""
         target = labels(valid)
         collected: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {name: [] for name in LABELS}
         outputs = self.predict(valid)
@@ -87,7 +90,7 @@ class Gaussian(WrappedMethod):
 
 
 class GaussianLearner(Learner):
-    """Trains the potential inside, then fits the widths."""
+    """Trains the backbone, then fits the widths."""
 
     needs_validation = True
     model: Gaussian
@@ -97,6 +100,6 @@ class GaussianLearner(Learner):
 
 
 def fitted(model: Gaussian, valid: Sequence[Atoms]) -> Gaussian:
-    """The model with its widths fitted to validation data."""
+    """Fit the widths of `model` to validation data, in place, and return it."""
     model.fit_widths(valid)
     return model

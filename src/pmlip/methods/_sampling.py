@@ -1,4 +1,4 @@
-"""Running a method on structures, as many (structure, sample) pairs at once as pays."""
+"""Runs a method on structures in chunks of (structure, sample) pairs."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +11,7 @@ from pmlip.backbones.base import Backbone, Graph
 from pmlip.methods._chunks import ChunkSize, run_in_chunks
 from pmlip.structures.atoms import StructureError, system_index
 
-ATOMS_IN_A_PASS = 128  # where noise is drawn per batch row
+ATOMS_IN_A_PASS = 128  # for methods whose noise is drawn per batch row
 
 
 def run(
@@ -24,17 +24,17 @@ def run(
     chunk_atoms: int | None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Tensor]:
-    """Outputs (sample, system or atom, ...) of every structure with every draw; None: without noise.
+    """Outputs (sample, system or atom, ...) of every structure with every draw; draws=None: one sample without noise.
 
     row_noise: whether the noise is drawn per batch row.
     """
     if chunk_atoms is not None and chunk_atoms < 1:
-        raise ValueError(f"a chunk must hold at least 1 atom, got chunk_atoms={chunk_atoms}")
+        raise ValueError(f"chunk_atoms must be at least 1, got chunk_atoms={chunk_atoms}")
     noise = torch.zeros(1) if draws is None else draws
     if chunk_atoms is not None:
         chunk = ChunkSize(chunk_atoms, settled=True)
     elif row_noise:
-        # the structures that share a pass decide the noise, so their number must not depend on the machine's speed
+        # the noise of a structure depends on the others in its pass, so the chunk size must not depend on timings
         chunk = ChunkSize(ATOMS_IN_A_PASS * len(noise), settled=True)
     else:
         known: dict[torch.device, ChunkSize] = model.__dict__.setdefault("_chunks", {})
@@ -48,7 +48,7 @@ def run(
 
     def forward(group: tuple[int, Graph], piece: Tensor) -> dict[str, Tensor]:
         start, graph = group
-        # noise per row must differ between groups of structures, which otherwise have the same rows
+        # change the seed per group; otherwise row i of every group would draw the same noise
         own = None if draws is None else piece + start if row_noise else piece
         return {name: value.cpu() for name, value in model(graph, own).items()}
 
@@ -71,14 +71,14 @@ def _refuse_non_finite(outputs: Mapping[str, Tensor], structures: list[Atoms]) -
             raise StructureError(
                 structures[index],
                 index,
-                f"the predicted {name} of sample {sample} is NaN or infinite; are atoms on top of each other, or did "
-                "the training diverge?",
+                f"the predicted {name} of sample {sample} is NaN or infinite; check for overlapping atoms, and that "
+                "training did not diverge",
             )
 
 
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block; restores the mode of every submodule afterwards."""
+    """Evaluation mode inside the block; restores the mode of every submodule at its end."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

@@ -1,6 +1,6 @@
-"""What a method must do: `Method` gives samples of a potential, `Learner` is what training asks of it.
+"""Interfaces of a method: `Method` draws samples of a potential, `Learner` connects it to training.
 
-Evaluation, calculators and benchmarks use a `Method` and never ask which one it is; only training uses its `Learner`.
+Evaluation, calculators and benchmarks use `Method` alone, whichever method it is; only training uses `Learner`.
 """
 
 import contextlib
@@ -23,45 +23,45 @@ from pmlip.samples import UNTRAINED, Outputs, Samples
 from pmlip.structures.atoms import as_structures, system_index
 
 Progress = Callable[[int, int], None]
-USUAL_SAMPLES = 16  # where no number is asked for
-FIXED_ATOMS = 512  # in a pass, where a run must give the very same numbers each time: batching changes rounding
+USUAL_SAMPLES = 16  # default number of samples
+FIXED_ATOMS = 512  # atoms per pass where results must be bitwise reproducible, since batching changes rounding
 
 
 class Method(nn.Module, ABC):
-    """A potential that gives samples. A draw, one row of a tensor, tells one sample from another."""
+    """A potential that gives samples. Each sample is identified by its draw, one row of a tensor."""
 
-    name: str  # of its module in `pmlip.methods`
+    name: str  # its module in `pmlip.methods`
     backbone: Backbone
-    fixed_samples: int | None = None  # how many samples there are, where the number is not free
-    one_pass = False  # whether one pass through the network gives all samples of a structure, and their mean
-    row_noise = False  # whether noise is drawn per batch row: the same seed and structures, the same samples
+    fixed_samples: int | None = None  # number of samples, if the method fixes it
+    one_pass = False  # whether one forward pass gives all samples of a structure, and their mean
+    row_noise = False  # whether noise is drawn per batch row; then samples depend on all structures of a call
     origin: checkpoint.Origin  # the backbone it was made from
     history: History | None = None  # how it was fine-tuned
     calibration: Calibration | None = None  # how its spread was scaled
 
     @abstractmethod
     def draw(self, samples: int, *, seed: int = 0) -> Tensor:
-        """What tells the samples apart, (sample, ...)."""
+        """One draw per sample, (sample, ...)."""
 
     @abstractmethod
     def forward(self, graph: Graph, draws: Tensor | None) -> dict[str, Tensor]:
-        """Outputs with the sample axis first; None: one sample, without noise."""
+        """Outputs with the sample axis first; draws=None: one sample, without noise."""
 
     @abstractmethod
     def learner(self) -> "Learner":
-        """What training asks of it."""
+        """The interface to training."""
 
     def settings(self) -> dict[str, Any]:
-        """The options it was made with."""
+        """Options the method was made with."""
         return {}
 
     def stored_settings(self) -> dict[str, Any]:
-        """What its file needs to make it again, besides the backbone."""
+        """Settings its file needs to rebuild it, besides the backbone."""
         return {"method": self.name, "options": self.settings()}
 
     @property
     def trained(self) -> bool:
-        """Whether its spread means anything."""
+        """Whether its spread was learned; a spread before training is meaningless."""
         return True
 
     def member(self, number: int, *, seed: int = 0) -> Backbone:
@@ -69,24 +69,24 @@ class Method(nn.Module, ABC):
         raise ValueError(f"samples of {self.name} cannot be exported: their noise is drawn per batch row")
 
     def counterweights(self, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """More draws, and the weights with which their samples are added to the sample mean of `draws`."""
+        """Extra draws and weights: adding their weighted samples to the sample mean of `draws` reduces its error."""
         return draws[:0], torch.zeros(0)
 
     def _scale_spread(self, factor: float) -> None:
         raise ValueError(f"the spread of {self.name} cannot be scaled after training")
 
-    # what follows is the same for all methods
+    # The following methods are the same in all subclasses.
 
     def scale_spread(self, factor: float) -> None:
         """Multiply the spread by about this factor; the prediction without noise stays the same."""
         self._scale_spread(factor)
         if factor != 1:
-            self.calibration = None  # its intervals were for the spread before
+            self.calibration = None  # its intervals hold for the old spread
 
     def spread_samples(self, samples: int) -> int:
-        """The number of samples to take for a spread when `samples` are asked for; refuses a model without spread."""
+        """Number of samples to draw when `samples` are requested; raises ValueError if the model has no spread."""
         if self.fixed_samples == 1:
-            raise ValueError("this model gives one answer and no spread; use model.backbone.calculator()")
+            raise ValueError("this model gives one prediction and no spread; use model.backbone.calculator()")
         if not self.trained:
             raise ValueError(UNTRAINED)
         count = self.fixed_samples or samples
@@ -95,7 +95,7 @@ class Method(nn.Module, ABC):
         return count
 
     def passes(self, samples: int) -> int:
-        """Passes of a structure through the network for this many samples and their mean."""
+        """Forward passes per structure for this many samples and their mean."""
         return 1 if self.one_pass else samples + len(self.counterweights(self.draw(samples))[0])
 
     def sample(
@@ -107,9 +107,9 @@ class Method(nn.Module, ABC):
         chunk_atoms: int | None = None,
         progress: Progress | None = None,
     ) -> Samples:
-        """K samples for each structure, on the CPU; by default 16, or as many as the method has.
+        """K samples for each structure, on the CPU; by default 16, or the number that the method fixes.
 
-        chunk_atoms: how many atoms (times samples) go through one pass; by default the fastest number, found by trial.
+        chunk_atoms: atoms times samples per forward pass; by default tuned for speed at run time.
         progress(done, total) counts structures.
         """
         return self._samples(structures, self.draw(self._count(samples), seed=seed), chunk_atoms, progress)
@@ -125,9 +125,9 @@ class Method(nn.Module, ABC):
     ) -> tuple[Samples, Outputs]:
         """K samples as from `sample`, and an estimate of the mean over all noise: the best single prediction.
 
-        The mean of K samples is off by spread / sqrt(K), mostly because their draws do not average to zero. Two more
-        passes remove that part where a sample is a function of its draw. The estimate is unbiased, and as smooth a
-        function of the positions as a sample is.
+        The mean of K samples has an error of spread / sqrt(K), mostly because their draws do not average to zero. For
+        P and its ensembles, two more passes per model remove this part of the error. The estimate is unbiased, and as
+        smooth a function of the positions as each sample.
         """
         listed = as_structures(structures)
         if self.one_pass:
@@ -144,7 +144,7 @@ class Method(nn.Module, ABC):
         return drawn, Outputs(corrected, drawn.system)
 
     def predict(self, structures: Atoms | Iterable[Atoms], *, chunk_atoms: int | None = None) -> Outputs:
-        """The prediction without noise: one pass, no spread."""
+        """The prediction without noise, from one forward pass."""
         listed = as_structures(structures)
         outputs = self._run(listed, None, chunk_atoms)
         return Outputs({name: value[0] for name, value in outputs.items()}, system_index(listed))
@@ -190,9 +190,9 @@ class Method(nn.Module, ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Initialisation:
-    """How the parameters that a method adds should start."""
+    """How to initialise the parameters that a method adds."""
 
-    error: float  # eV/Å, MAE of the forces before fine-tuning
+    error: float  # eV/Å, force MAE before fine-tuning
     start: float | None  # initial spread in units of that error; None: the method's default
     balance: float  # 1: equal spread per site, 0: equal weights
     rate: float | None  # learning rate of the new parameters; None: the method's default
@@ -201,17 +201,17 @@ class Initialisation:
 
 
 class Learner:
-    """What training asks of a method. This one trains a plain potential by its absolute error."""
+    """The interface of a method to training. This base class trains a plain potential on its absolute error."""
 
-    trains_on_samples = False  # whether the loss is the CRPS of K samples; otherwise of one
-    needs_validation = False  # whether `fit_on_validation` cannot do without data
-    calibrated_after = False  # whether `pmlip.calibrate` follows a fine-tuning
+    trains_on_samples = False  # whether the loss is the CRPS of K samples; otherwise the absolute error of one
+    needs_validation = False  # whether `fit_on_validation` requires data
+    calibrated_after = False  # whether to run `pmlip.calibrate` after fine-tuning
 
     def __init__(self, model: Method) -> None:
         self.model = model
 
     def parts(self) -> Sequence[Method]:
-        """The models that are trained one after the other, each with its own seed."""
+        """The models to train one after the other, each with its own seed."""
         return [self.model]
 
     def draw(self, samples: int, systems: int, generator: torch.Generator) -> Tensor:
@@ -219,37 +219,37 @@ class Learner:
         return torch.randint(2**62, (samples,), generator=generator)
 
     def new_parameters(self) -> list[nn.Parameter]:
-        """The parameters that the backbone does not have, with their own learning rate."""
+        """Parameters that the method adds to the backbone; they have their own learning rate."""
         return []
 
     def energy_parameters(self) -> list[nn.Parameter]:
-        """More new parameters, in eV per atom: energy offsets of the samples."""
+        """Added parameters that set the energy offsets of samples, in eV per atom."""
         return []
 
     def initialise(self, structures: Sequence[Atoms], how: Initialisation) -> float:
-        """Set the new parameters before the first step; gives their learning rate."""
+        """Initialise the added parameters before the first step; returns their learning rate."""
         if how.start:
             raise ValueError(f"{self.model.name} has no noise weights to initialise at random; give start=0")
         return how.rate or 5e-4
 
     def penalty(self) -> Tensor | None:
-        """A term of the loss besides the score of the samples, for the last call of `forward`."""
+        """Extra loss term for the last call of `forward`; None if the loss is the score of the samples alone."""
         return None
 
     def watched(self) -> dict[str, float]:
-        """Numbers of the last call of `forward` for the training log."""
+        """Values of the last call of `forward` for the training log."""
         return {}
 
     def fit_energy_zero(self, structures: Sequence[Atoms], *, curved: bool) -> bool:
-        """Align the energy offsets of the samples after training; False where samples have none."""
+        """Align the energy offsets of the samples after training; returns False if samples have no offsets."""
         return False
 
     def fit_on_validation(self, valid: Sequence[Atoms]) -> None:
-        """Fit what remains after training to validation data."""
+        """Fit parameters that are not trained, such as widths, to validation data."""
 
 
 class WrappedMethod(Method):
-    """A method around a copy of a backbone, with noise, if any, drawn per batch row."""
+    """A method around a copy of a backbone. Its noise, if any, is drawn per batch row."""
 
     row_noise = True
 
@@ -259,7 +259,7 @@ class WrappedMethod(Method):
         self.backbone = copy.deepcopy(backbone)
 
     def draw(self, samples: int, *, seed: int = 0) -> Tensor:
-        """One number per sample, which seeds a generator."""
+        """One random integer per sample, which seeds a generator."""
         if samples < 1:
             raise ValueError(f"at least 1 sample is needed, got samples={samples}")
         return torch.randint(2**62, (samples,), generator=torch.Generator().manual_seed(seed))
@@ -270,23 +270,23 @@ class WrappedMethod(Method):
 
 @dataclass(frozen=True)
 class BuiltFrom:
-    """For a method that needs no training: what fine-tuned models it is built from."""
+    """The fine-tuned models from which a method without its own training is built."""
 
     method: str
-    several: bool = False  # from models of several seeds, or from one
+    several: bool = False  # whether it needs models of several seeds
 
 
 def each_sample(run: Callable[[torch.Generator], dict[str, Tensor]], draws: Tensor) -> dict[str, Tensor]:
-    """run(generator) for each seed in `draws`, the results stacked along a new first axis."""
+    """Results of run(generator) for each seed in `draws`, stacked along a new first axis."""
     outputs = [run(torch.Generator().manual_seed(int(number))) for number in draws]
     return {name: torch.stack([output[name] for output in outputs]) for name in outputs[0]}
 
 
 @contextlib.contextmanager
 def seeded(generator: torch.Generator | None) -> Iterator[None]:
-    """Seeds torch's CPU generator inside the block; no-op if None.
+    """Seed torch's CPU generator inside the block; no-op if None.
 
-    So layers need no generator of their own, which they could not take into a compiled network.
+    Layers then need no generator argument, which a compiled network could not pass to them.
     """
     if generator is None:
         yield

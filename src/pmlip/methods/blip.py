@@ -1,9 +1,10 @@
-"""BLIP (Coscia et al. 2025), reconstructed from its paper: weights that are uncertain to a degree the input decides.
+"""BLIP (Coscia et al. 2025), reconstructed from its paper: Bayesian weights whose variance depends on the input.
 
     y = W x + b + sqrt(alpha (W^2)(x^2)) eps,   eps ~ N(0, 1) for every row and output unit
 
-which is what weights ~ N(W, alpha W^2) give, drawn anew for every row. alpha is one number for each layer and row, from
-a small network on the raw features of the row. The posterior is held to the prior N(0, a0 W^2) by its KL divergence.
+This is the distribution of y for weights ~ N(W, alpha W^2) drawn independently for every row. A small network predicts
+alpha, one number for each layer and row, from the raw features of the row. The loss contains the KL divergence of the
+posterior from the prior N(0, a0 W^2).
 """
 
 import contextlib
@@ -22,12 +23,12 @@ from pmlip.noise.split_linear import SplitInput, linear
 
 
 class Posterior(nn.Module):
-    """alpha of every layer and row. One for a whole network, as `Noise` is.
+    """Predicts alpha of every layer and row; all layers of a network share one instance.
 
-    layers: kind of row -> number of layers with such rows; features: kind of row -> number of raw features.
+    layers: kind of row -> number of layers with rows of this kind. features: kind of row -> number of raw features.
     """
 
-    alpha: Mapping[str, Tensor] | None  # kind of row -> (..., layer); None: no noise, the MAP network
+    alpha: Mapping[str, Tensor] | None  # kind of row -> (..., layer); None: no noise (the MAP network)
 
     def __init__(
         self,
@@ -35,13 +36,13 @@ class Posterior(nn.Module):
         features: Mapping[str, int],
         *,
         width: int = 64,
-        largest: float = 0.8,  # of p in alpha = p / (1 - p)
+        largest: float = 0.8,  # upper limit of p in alpha = p / (1 - p)
         prior: float = 0.5,  # p of the prior
-        offset: float = 0.0,  # taken from the logit of p at the start: 10 is nearly deterministic
+        offset: float = 0.0,  # initial value subtracted from the logit of p; 10 is nearly deterministic
     ) -> None:
         super().__init__()
         if not 0 < largest < 1 or not 0 < prior < 1:
-            raise ValueError(f"dropout probabilities lie between 0 and 1, got largest={largest} and prior={prior}")
+            raise ValueError(f"largest and prior must lie between 0 and 1, got largest={largest} and prior={prior}")
         self.networks = nn.ModuleDict(
             {
                 kind: nn.Sequential(nn.Linear(features[kind], width), nn.SiLU(), nn.Linear(width, count))
@@ -62,7 +63,7 @@ class Posterior(nn.Module):
 
     @contextlib.contextmanager
     def drawing(self, alpha: Mapping[str, Tensor] | None, generator: torch.Generator | None) -> Iterator[None]:
-        """The layers that run inside draw their weights with this alpha; None: they do not."""
+        """Layers draw their weights with this alpha inside the block; None: no noise."""
         self.alpha = alpha
         try:
             with seeded(generator):
@@ -71,25 +72,25 @@ class Posterior(nn.Module):
             self.alpha = None
 
     def divergence(self, alpha: Mapping[str, Tensor]) -> Tensor:
-        """KL per weight, averaged over rows and layers, the kinds of rows added."""
-        there = [values for values in alpha.values() if len(values)]  # molecules of two atoms have no angles
-        return sum((weight_divergence(values, self.prior_alpha).mean() for values in there), torch.zeros(()))
+        """KL divergence per weight: averaged over rows and layers, summed over kinds of rows."""
+        present = [values for values in alpha.values() if len(values)]  # a diatomic molecule has no angle rows
+        return sum((weight_divergence(values, self.prior_alpha).mean() for values in present), torch.zeros(()))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "alpha": None}
 
 
 def weight_divergence(alpha: Tensor, prior_alpha: float) -> Tensor:
-    """KL( N(w, alpha w^2) || N(0, a0 w^2) ) = ((alpha + 1) / a0 + ln a0 - ln alpha - 1) / 2, whatever w is."""
+    """KL( N(w, alpha w^2) || N(0, a0 w^2) ) = ((alpha + 1) / a0 + ln a0 - ln alpha - 1) / 2, for any w."""
     a0 = torch.as_tensor(prior_alpha).to(alpha)
     return 0.5 * ((alpha + 1) / a0 + a0.log() - alpha.log() - 1)
 
 
 class VariationalLayer(Mixin):
-    """A linear layer with uncertain weights."""
+    """A linear layer with random weights."""
 
-    posterior: tuple[Posterior]  # in a tuple, so that it is not registered as a part of every layer
-    place: tuple[str, int]  # kind of row, and which of its layers this is
+    posterior: tuple[Posterior]  # a tuple, so that torch does not register it as a submodule of every layer
+    place: tuple[str, int]  # kind of row, and index of this layer among the layers of that kind
 
     def forward(self, x: Tensor | SplitInput) -> Tensor:
         layer: Any = self
@@ -99,20 +100,20 @@ class VariationalLayer(Mixin):
             return mean
         kind, number = self.place
         variance = posterior.alpha[kind][..., number : number + 1] * linear(x.square(), layer.weight.square(), None)
-        # the last term keeps the gradient of the root finite where a row is all zeros
-        noise = torch.randn(mean.shape).to(mean)  # of the CPU, the same on every device
+        noise = torch.randn(mean.shape).to(mean)  # drawn on the CPU: the same on every device
+        # 1e-18 keeps the gradient of the square root finite for rows of zeros
         return mean + (variance + 1e-18).sqrt() * noise
 
 
 def make_variational(
     module: nn.Module, layers: Mapping[str, Sequence[str]], features: Mapping[str, int], **options: float
 ) -> Posterior:
-    """Make the named linear layers variational, in place, and give their posterior.
+    """Make the named linear layers variational, in place; returns their posterior.
 
-    layers: kind of row -> names of the layers with such rows; options: of the `Posterior`.
+    layers: kind of row -> names of the layers with rows of this kind. options: passed to `Posterior`.
     """
     counts = {kind: len(names) for kind, names in layers.items()}
-    posterior = Posterior(counts, features, **options)  # type: ignore[arg-type]  # the keywords are those of numbers
+    posterior = Posterior(counts, features, **options)  # type: ignore[arg-type]  # all keyword-only arguments are numbers
     for kind, names in layers.items():
         for number, name in enumerate(names):
             layer = module.get_submodule(name)
@@ -125,9 +126,9 @@ def make_variational(
 
 
 class BLIP(WrappedMethod):
-    """A fine-tuned potential with variational weights in all message and update MLPs: absolute error + beta KL.
+    """A potential with variational weights in all message and update MLPs; the loss is absolute error + beta KL.
 
-    The defaults are those published for Orb.
+    The defaults are the values published for Orb.
     """
 
     name = "blip"
@@ -148,14 +149,14 @@ class BLIP(WrappedMethod):
         for site in (site for mlp in backbone.mlps() for site in mlp):
             layers.setdefault(site.rows, []).append(site.name)
         silicon = bulk("Si")
-        silicon.info |= {"charge": 0, "spin": 1}  # some potentials want to know
+        silicon.info |= {"charge": 0, "spin": 1}  # required by some potentials
         example = backbone.row_features(backbone.graph([silicon]))
         features = {kind: example[kind].shape[-1] for kind in layers}
         self.options = {"beta": beta, "prior": prior, "largest": largest, "offset": offset}
         self.posterior = make_variational(
             self.backbone.module, layers, features, prior=prior, largest=largest, offset=offset
         ).to(next(backbone.parameters()))
-        # of the last call of `forward` with noise
+        # values of the last call of `forward` with noise
         self.last_penalty: Tensor | None = None
         self.last_alpha = math.nan
 
@@ -189,11 +190,11 @@ class BLIPLearner(Learner):
         return list(self.model.posterior.parameters())
 
     def penalty(self) -> Tensor | None:
-        penalty, self.model.last_penalty = self.model.last_penalty, None  # frees the graph of the last pass
+        penalty, self.model.last_penalty = self.model.last_penalty, None  # frees the autograd graph of the last pass
         return penalty
 
     def watched(self) -> dict[str, float]:
-        """The geometric mean of alpha: where it goes to zero, so does the spread."""
+        """Geometric mean of alpha; the spread vanishes with it."""
         return {"alpha": self.model.last_alpha}
 
 

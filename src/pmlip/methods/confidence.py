@@ -1,4 +1,4 @@
-"""Orb-v3's own confidence head: the error of the force it expects on each atom, turned into the width of a Gaussian."""
+"""Orb-v3's confidence head: a Gaussian whose width is proportional to the force error that Orb expects on each atom."""
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ class Confidence(Gaussian):
             raise ValueError(f"{backbone.name}:{backbone.variant} has no confidence head; only Orb-v3 has one")
 
     def force_units(self, graph: Graph, forces: Tensor) -> Tensor:
-        """The expected absolute error of each atom's force components."""
+        """Expected absolute error of each atom's force components, (atom, 1)."""
         errors: Tensor = self.backbone.expected_errors(graph)  # type: ignore[operator]  # only Orb has it
         return errors[:, None]
 

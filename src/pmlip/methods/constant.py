@@ -1,4 +1,4 @@
-"""The simplest rival: a deterministic potential, and the same width everywhere. A learned spread must beat it."""
+"""The simplest baseline: a deterministic potential with one constant width. A learned spread must beat it."""
 
 from collections.abc import Sequence
 

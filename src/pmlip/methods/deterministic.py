@@ -1,4 +1,4 @@
-"""A potential as it is, one prediction and no spread: fine-tuned on the absolute error, the CRPS of a single sample."""
+"""A plain potential with one prediction and no spread, fine-tuned on the absolute error (the CRPS of one sample)."""
 
 import torch
 from torch import Tensor
@@ -13,16 +13,18 @@ class Deterministic(WrappedMethod):
 
     @property
     def trained(self) -> bool:
-        return False  # there is no spread
+        return False  # it has no spread
 
     def member(self, number: int, *, seed: int = 0) -> Backbone:
         if number != 0:
-            raise ValueError(f"a deterministic potential has one sample, number 0, not {number}")
+            raise ValueError(f"a deterministic potential has one sample, number 0, got number={number}")
         return self.backbone
 
     def draw(self, samples: int, *, seed: int = 0) -> Tensor:
         if samples != 1:
-            raise ValueError(f"a deterministic potential has one sample, not {samples}; make an ensemble of several")
+            raise ValueError(
+                f"a deterministic potential has one sample, got samples={samples}; use an ensemble for more"
+            )
         return torch.zeros(1)
 
     def forward(self, graph: Graph, draws: Tensor | None) -> dict[str, Tensor]:

@@ -42,16 +42,16 @@ class Ensemble(Method):
         return made
 
     @property
-    def fixed_samples(self) -> int | None:  # type: ignore[override]  # not to be set
+    def fixed_samples(self) -> int | None:  # type: ignore[override]  # read-only
         return len(self.members)
 
     @property
-    def backbone(self) -> Backbone:  # type: ignore[override]  # of the first member, which owns it
+    def backbone(self) -> Backbone:  # type: ignore[override]  # read-only; the first member owns it
         return self.parts()[0].backbone
 
     @property
     def trained(self) -> bool:
-        """Before training the members are all the same."""
+        """Whether the members differ; before training they are identical."""
         first, second = (member.parameters() for member in self.parts()[:2])
         return any(not torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
@@ -59,21 +59,22 @@ class Ensemble(Method):
         return {"members": len(self.members)}
 
     def parts(self) -> list[Method]:
-        return list(self.members)  # type: ignore[arg-type]  # a ModuleList does not name the class of its parts
+        return list(self.members)  # type: ignore[arg-type]  # ModuleList is not generic
 
     def member(self, number: int, *, seed: int = 0) -> Backbone:
         last = len(self.members) - 1
         if not 0 <= number <= last:
-            raise ValueError(f"the members of this ensemble are numbered 0 to {last}, got {number}")
+            raise ValueError(f"the members of this ensemble are numbered 0 to {last}, got number={number}")
         return self.parts()[number].backbone
 
     def draw(self, samples: int, *, seed: int = 0) -> Tensor:
         if samples != len(self.members):
-            raise ValueError(f"an ensemble of {len(self.members)} members has as many samples, not {samples}")
+            count = len(self.members)
+            raise ValueError(f"an ensemble of {count} members has exactly {count} samples, got samples={samples}")
         return torch.arange(samples)
 
     def forward(self, graph: Graph, draws: Tensor | None) -> dict[str, Tensor]:
-        """The members' predictions; without draws, their mean."""
+        """Predictions of the members; draws=None: their mean."""
         chosen = range(len(self.members)) if draws is None else draws.tolist()
         outputs = [self.parts()[number](graph, None) for number in chosen]
         joined = {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}

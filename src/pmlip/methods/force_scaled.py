@@ -1,4 +1,4 @@
-"""Large forces have large errors: a deterministic potential, and a width proportional to the structure's forces."""
+"""A baseline: a deterministic potential with a width proportional to the RMS force of the structure."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ class ForceScaled(Gaussian):
     name = "force-scaled"
 
     def force_units(self, graph: Graph, forces: Tensor) -> Tensor:
-        """The root mean square force of the structure."""
+        """Root mean square force of each atom's structure, (atom, 1)."""
         node = graph.rows["node"]
         return mean_per_system(forces.square(), node, graph.systems).sqrt()[node, None]
 

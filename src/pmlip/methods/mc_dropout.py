@@ -1,4 +1,4 @@
-"""MC dropout (Gal and Ghahramani 2016): hidden units left out at random, in training and in prediction alike."""
+"""MC dropout (Gal and Ghahramani 2016): hidden units dropped at random, in training and in prediction."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -13,18 +13,18 @@ from pmlip.noise.layer_classes import Mixin, become, mixed_class
 
 
 class Dropout(nn.Module):
-    """The share of units that is left out. One for a whole network."""
+    """Dropout probability and on/off switch; all layers of a network share one instance."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
         if not 0 < share < 1:
-            raise ValueError(f"the share of units left out lies between 0 and 1, got {share}")
+            raise ValueError(f"share, the dropout probability, must lie between 0 and 1, got share={share}")
         self.share = share
         self.active = False
 
     @contextlib.contextmanager
     def drawing(self, generator: torch.Generator) -> Iterator[None]:
-        """The layers that run inside leave units out; outside they use all."""
+        """Layers drop units inside the block only."""
         self.active = True
         try:
             with seeded(generator):
@@ -33,10 +33,10 @@ class Dropout(nn.Module):
             self.active = False
 
     def thin(self, x: Tensor) -> Tensor:
-        """x with each number zero with probability `share`, the others scaled up so that the mean stays."""
+        """x with each element set to zero with probability `share`, and the rest scaled up to keep the mean."""
         if not self.active:
             return x
-        kept = torch.rand(x.shape).to(x) >= self.share  # of the CPU, the same on every device
+        kept = torch.rand(x.shape).to(x) >= self.share  # drawn on the CPU: the same on every device
         return x * kept / (1 - self.share)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -44,9 +44,9 @@ class Dropout(nn.Module):
 
 
 class ThinnedLayer(Mixin):
-    """A layer whose inputs are thinned out."""
+    """A layer with dropout on its inputs."""
 
-    dropout: tuple[Dropout]  # in a tuple, so that it is not registered as a part of every layer
+    dropout: tuple[Dropout]  # a tuple, so that torch does not register it as a submodule of every layer
 
     def forward(self, x: Tensor, *rest: Any) -> Tensor:
         out: Tensor = super().forward(self.dropout[0].thin(x), *rest)
@@ -54,7 +54,7 @@ class ThinnedLayer(Mixin):
 
 
 def add_dropout(module: nn.Module, layers: Sequence[str], *, share: float) -> Dropout:
-    """Thin out the inputs of the named layers, in place; gives what switches it on."""
+    """Add dropout to the inputs of the named layers, in place; returns the `Dropout` that switches it on."""
     dropout = Dropout(share)
     for name in layers:
         layer = module.get_submodule(name)
@@ -65,7 +65,7 @@ def add_dropout(module: nn.Module, layers: Sequence[str], *, share: float) -> Dr
 
 
 class MCDropout(WrappedMethod):
-    """A fine-tuned potential with dropout between the layers of its message and update MLPs: absolute error."""
+    """A potential with dropout between the layers of its message and update MLPs, trained on the absolute error."""
 
     name = "mc-dropout"
 

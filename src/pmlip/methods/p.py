@@ -17,15 +17,15 @@ from pmlip.perturbed import Perturbed
 from pmlip.samples import Samples
 from pmlip.structures.atoms import subsample
 
-ATOMS_IN_A_GRADIENT = 64  # times samples, in one pass
-STRUCTURES_FOR_ZERO = 2  # the energy offset of a sample is common to all structures, so a few show it
+ATOMS_IN_A_GRADIENT = 64  # atoms times samples per pass
+STRUCTURES_FOR_ZERO = 2  # enough, since all structures share the energy offset of a sample
 
 
 class Potential(Perturbed, Method):
     """A perturbed interatomic potential. Sample k is the same potential for every structure.
 
-    Each sample has its own energy offset per atom, v . z + z . C z / 2, which leaves forces unchanged: noise that moves
-    forces shifts all energies together much more than it changes their differences.
+    Each sample has its own energy offset per atom, v . z + z . C z / 2, which leaves forces unchanged. It is needed
+    because noise that changes forces shifts all energies together by much more than it changes their differences.
     """
 
     name = "p"
@@ -38,14 +38,14 @@ class Potential(Perturbed, Method):
         self.energy_zero = nn.Parameter(torch.zeros_like(self.noise.w_z[0]))  # v
         self.register_buffer("energy_curvature", torch.zeros_like(self.noise.w_z.detach()))
 
-    def forward(self, graph: Graph, noise: Tensor | None = None) -> dict[str, Tensor]:  # type: ignore[override]  # not any arguments
-        """Outputs with the sample axis first, for noise (sample, noise) or (sample, system, noise); None: z = 0."""
+    def forward(self, graph: Graph, noise: Tensor | None = None) -> dict[str, Tensor]:  # type: ignore[override]  # narrower arguments
+        """Outputs with the sample axis first, for noise (sample, noise) or (sample, system, noise); None: no noise."""
         noise = torch.zeros(1, self.noise.dim) if noise is None else noise
         if noise.dim() == 2:
             noise = noise[:, None].expand(-1, graph.systems, -1)
         if noise.dim() != 3 or noise.shape[1:] != (graph.systems, self.noise.dim):
             raise ValueError(
-                f"noise for a batch of {graph.systems} must have shape (sample, {self.noise.dim}) or "
+                f"noise for a batch of {graph.systems} structures must have shape (sample, {self.noise.dim}) or "
                 f"(sample, {graph.systems}, {self.noise.dim}), got {tuple(noise.shape)}"
             )
         samples = len(noise)
@@ -56,12 +56,12 @@ class Potential(Perturbed, Method):
         return named | {"energy": named["energy"] + atoms * self._zero(noise)}
 
     def _zero(self, noise: Tensor) -> Tensor:
-        """The energy offset for draws e (..., noise), in eV per atom."""
+        """Energy offset in eV per atom for draws e (..., noise)."""
         z = functional.linear(noise.to(self.noise.w_z), self.noise.w_z)
         return (z @ self.energy_zero + 0.5 * (z @ self.energy_curvature * z).sum(-1)).double()
 
     def fit_energy_zero(self, structures: Sequence[Atoms], *, curved: bool = True) -> None:
-        """Subtract from the samples' energies the part that structures share and that is linear (or quadratic) in z."""
+        """Subtract from sample energies the part common to all structures that is linear (curved: quadratic) in z."""
         graphs = [(self.backbone.graph([atoms]), len(atoms)) for atoms in structures]
 
         def gradient(e: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class Potential(Perturbed, Method):
     ) -> Samples:
         """K samples for each structure, by default 16, on the CPU; see `pmlip.noise.draw` for the kinds of draws.
 
-        chunk_atoms: how many atoms (times samples) go through one pass; by default the fastest number, found by trial.
+        chunk_atoms: atoms times samples per forward pass; by default tuned for speed at run time.
         progress(done, total) counts structures.
         """
         draws = self.draw(self._count(samples), seed=seed, kind=kind)
@@ -112,7 +112,7 @@ class Potential(Perturbed, Method):
         return noise_draws.counterweights(draws)
 
     def fold(self, *, sample: int, seed: int = 0, kind: str = "plain") -> Backbone:
-        """Sample number `sample` as an ordinary backbone, with the package's own calculator and file format."""
+        """Sample number `sample` as a plain backbone, with the calculator and file format of its package."""
         folded = super().fold(sample=sample, seed=seed, kind=kind)
         assert isinstance(folded, Backbone)
         if zero := self._zero(self.draw(sample + 1, seed=seed, kind=kind)[sample]).item():
@@ -124,11 +124,11 @@ class Potential(Perturbed, Method):
 
     @torch.no_grad()
     def _scale_spread(self, factor: float) -> None:
-        """Scale W_z, so that each sample stays a potential; the spread follows as far as the response is linear."""
+        """Scale W_z, so that each sample remains a potential; exact where the response to noise is linear."""
         self.noise.w_z.mul_(factor)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        for name in ("energy_zero", "energy_curvature"):  # formats 1 and 2 lack them
+        for name in ("energy_zero", "energy_curvature"):  # missing in checkpoint formats 1 and 2
             state_dict.setdefault(f"{prefix}{name}", torch.zeros_like(getattr(self, name)))
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -149,29 +149,30 @@ class PotentialLearner(Learner):
         return [self.model.energy_zero]
 
     def initialise(self, structures: Sequence[Atoms], how: Initialisation) -> float:
-        """Random noise weights with a spread as large as the error, unless the model has noise weights already.
+        """Set random noise weights that give a spread equal to the error, unless the model has noise weights already.
 
-        Training then removes the spread where there are data. The learning rate is 0.4 % of the noise weights with
-        which the spread would be as large as the error: Orb-v2 responds to noise twenty times as strongly as CHGNet,
-        and this share suited both.
+        Training then reduces the spread where there are data. The default learning rate is 0.4 % of the equal noise
+        weights that would give a spread equal to the error. This fraction works for Orb-v2 and for CHGNet, although
+        Orb-v2 responds to noise twenty times as strongly.
         """
         model = self.model
-        usual = 0.0 if model.trained else 1.0
-        start = usual if how.start is None else how.start
+        default = 0.0 if model.trained else 1.0
+        start = default if how.start is None else how.start
         responses = _response.of_layers(model, structures) if start or how.rate is None else []
         rate = how.rate or 0.004 * max(_response.weights_for(how.error, responses, balance=0.0))
         if start:
-            model.energy_curvature.zero_()  # it belongs to the noise weights before
+            model.energy_curvature.zero_()  # it was fitted to the old noise weights
             model.randomise(
                 _response.weights_for(start * how.error, responses, balance=how.balance),
                 seed=how.seed,
             )
-            if how.learns_energy:  # without curvature, which optimiser steps would not follow
+            if how.learns_energy:  # no curvature: it is a buffer, which the optimiser does not update
                 self.fit_energy_zero(structures, curved=False)
         return rate
 
     def fit_energy_zero(self, structures: Sequence[Atoms], *, curved: bool) -> bool:
-        molecules = [atoms for atoms in structures if len(atoms) > 1] or structures  # no isolated atoms
+        # skip isolated atoms unless there is nothing else
+        molecules = [atoms for atoms in structures if len(atoms) > 1] or structures
         self.model.fit_energy_zero(subsample(molecules, STRUCTURES_FOR_ZERO), curved=curved)
         return True
 
@@ -185,7 +186,7 @@ def perturb(module: nn.Module, *, noise_dim: int = 128, sites: Sites | None = No
 
 
 def perturb(module: nn.Module, *, noise_dim: int = 128, sites: Sites | None = None) -> Perturbed:
-    """A copy of `module` with noise at its sites, which computes exactly what the module does until it is trained.
+    """A copy of `module` with noise at its sites. Before training, its outputs equal the outputs of the module exactly.
 
     A backbone from `load_backbone` knows its sites and becomes a `Potential`. Any other module becomes a `Perturbed`
     and needs `sites`: names, glob patterns, `Site`s, or a function (name, module) -> bool. The module must call the
@@ -197,7 +198,7 @@ def perturb(module: nn.Module, *, noise_dim: int = 128, sites: Sites | None = No
         sites = module.sites()
     if sites is None:
         raise ValueError(
-            f"{type(module).__name__} has no adapter, so pmlip cannot know its message and update MLPs; "
+            f"{type(module).__name__} has no adapter, so pmlip does not know its message and update MLPs; "
             "name them with sites=..."
         )
     return perturb_at(module, sites, noise_dim)

@@ -1,4 +1,7 @@
-"""An ensemble of P models: each knows the size of errors like those of its data; elsewhere they disagree."""
+"""An ensemble of P models.
+
+Near the training data, each member estimates the error; out of distribution, the members also disagree.
+"""
 
 from collections.abc import Sequence
 
@@ -16,7 +19,7 @@ BUILT_FROM = BuiltFrom("p", several=True)
 
 
 class PEnsemble(Ensemble):
-    """Sample k is sample k of member k modulo their number. A draw is the member's number and the noise e."""
+    """Sample k is sample k of member k mod M, for M members. A draw is the number of the member and the noise e."""
 
     name = "p-ensemble"
     fixed_samples = None
@@ -37,7 +40,7 @@ class PEnsemble(Ensemble):
         return self.parts()[number % len(self.members)].member(number, seed=seed)
 
     def _scale_spread(self, factor: float) -> None:
-        """That of every member; what they differ in stays."""
+        """Scale the spread of every member; the differences between members stay the same."""
         for part in self.parts():
             part.scale_spread(factor)
 
@@ -46,7 +49,7 @@ class PEnsemble(Ensemble):
         return torch.cat([(torch.arange(samples) % len(self.members))[:, None].to(drawn), drawn], 1)
 
     def counterweights(self, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of each member, by its share of the draws."""
+        """Counterweights of each member, weighted by its fraction of the draws."""
         own = [draws[draws[:, 0] == number] for number in range(len(self.members))]
         found = [(noise_draws.counterweights(rows[:, 1:]), rows) for rows in own if len(rows)]
         more = [torch.cat([rows[:1, :1].expand(2, 1), extra], 1) for (extra, _), rows in found]
@@ -54,7 +57,7 @@ class PEnsemble(Ensemble):
         return torch.cat(more), torch.cat(weights)
 
     def forward(self, graph: Graph, draws: Tensor | None) -> dict[str, Tensor]:
-        """The samples of the members; without draws, the mean of their predictions without noise."""
+        """Samples of the members; draws=None: the mean of their predictions without noise."""
         if draws is None:
             return super().forward(graph, None)
         chosen = [(draws[:, 0] == number).nonzero()[:, 0] for number in range(len(self.members))]

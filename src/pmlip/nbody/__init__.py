@@ -1,4 +1,4 @@
-"""The paper's first benchmark: where five charged particles are after a thousand steps."""
+"""The paper's first benchmark: the positions of five charged particles after a thousand steps."""
 
 from pmlip.nbody.data import read_public
 from pmlip.nbody.simulate import initial, simulate

@@ -1,4 +1,4 @@
-"""The N-body data: simulated once for given settings and kept on disk, or read from the public generator's files."""
+"""The N-body data: simulated once and cached on disk, or read from files of the public generator."""
 
 import hashlib
 import json
@@ -24,13 +24,13 @@ class NBodyConfig:
     train: int = 10_000  # trajectories; smaller training sets are the first of these
     valid: int = 2_000
     test: int = 2_000
-    steps: tuple[int, int] = (3100, 4100)  # of the input and of the target: frames 30 and 40 of every 100th step
+    steps: tuple[int, int] = (3100, 4100)  # input and target; frames 30 and 40, with 100 steps per frame
     out_of_distribution: int = 2_000
     out_of_distribution_steps: tuple[int, int] = (8100, 9100)  # frames 80 and 90
     seed: int = 0
 
     def split(self, name: str) -> tuple[int, tuple[int, int], int]:
-        """Trajectories, steps and seed of a split; no two splits share a trajectory."""
+        """Number of trajectories, steps and seed of a split; no two splits share a trajectory."""
         if name not in SPLITS:
             raise ValueError(f"unknown split {name!r}; allowed: {', '.join(SPLITS)}")
         steps = self.out_of_distribution_steps if name == "out_of_distribution" else self.steps
@@ -42,29 +42,29 @@ _FIELDS = ("positions", "velocities", "charges", "target", "target_velocities")
 
 @dataclass(frozen=True)
 class Trajectories:
-    """Where particles were, and where they went; single precision."""
+    """Initial states and targets of particles, in single precision."""
 
     positions: Tensor  # (trajectory, particle, 3) at the input step
     velocities: Tensor  # (trajectory, particle, 3)
     charges: Tensor  # (trajectory, particle)
     target: Tensor  # (trajectory, particle, 3) positions at the target step
-    target_velocities: Tensor  # (trajectory, particle, 3); nothing predicts them, but time can run backwards from them
+    target_velocities: Tensor  # (trajectory, particle, 3); not predicted, used by `with_reversed`
 
     def __len__(self) -> int:
         return len(self.positions)
 
     def first(self, count: int) -> "Trajectories":
         if not 1 <= count <= len(self):
-            raise ValueError(f"there are {len(self)} trajectories, so {count} of them cannot be taken")
+            raise ValueError(f"count must lie between 1 and {len(self)}, the number of trajectories, got count={count}")
         return self.part(0, count)
 
     def part(self, start: int, stop: int) -> "Trajectories":
         return self.select(slice(start, stop))
 
     def at_rest(self, elapsed: float) -> "Trajectories":
-        """The same in the frame of the centre of mass, which moves on at constant velocity for the time `elapsed`.
+        """The trajectories in the centre-of-mass frame; `elapsed` is the time between input and target.
 
-        Exact: momentum is conserved, and an error in this frame is the same error in the other.
+        Exact: momentum is conserved, so the centre moves at constant velocity, and errors are equal in both frames.
         """
         drift = self.velocities.mean(-2, keepdim=True)
         return Trajectories(
@@ -76,17 +76,20 @@ class Trajectories:
         )
 
     def with_reversed(self) -> "Trajectories":
-        """These and as many again that start where these end, with turned velocities: the same law of motion."""
-        turned = (self.target, -self.target_velocities, self.charges, self.positions, -self.velocities)
+        """The trajectories and their time reversals, which start at the target with negated velocities.
+
+        Valid data, since the equations of motion are invariant under time reversal.
+        """
+        reversed_ = (self.target, -self.target_velocities, self.charges, self.positions, -self.velocities)
         own = (getattr(self, name) for name in _FIELDS)
-        return Trajectories(*(torch.cat(pair) for pair in zip(own, turned, strict=True)))
+        return Trajectories(*(torch.cat(pair) for pair in zip(own, reversed_, strict=True)))
 
     def select(self, index: Tensor | slice) -> "Trajectories":
         return Trajectories(*(getattr(self, name)[index] for name in _FIELDS))
 
 
 def load(split: str, config: NBodyConfig | None = None, *, cache: Path | None = None) -> Trajectories:
-    """A split of the data, simulated if `cache` does not hold it yet (by default the user's cache folder)."""
+    """A split of the data; simulated unless the folder `cache` holds it (default: `cache_folder()`)."""
     config = config or NBodyConfig()
     count, steps, seed = config.split(split)
     settings = {"split": split, **asdict(config), "format": 2}
@@ -111,14 +114,15 @@ def load(split: str, config: NBodyConfig | None = None, *, cache: Path | None = 
 def read_public(folder: str | Path, split: str, *, frames: tuple[int, int] = (30, 40)) -> Trajectories:
     """A split from the files `loc_`, `vel_` and `charges_SPLIT_charged5_initvel1small.npy` of the public generator.
 
-    They hold (trajectory, frame, 3, particle) and (trajectory, particle, 1), one frame for every 100 steps.
+    Positions and velocities are (trajectory, frame, 3, particle), with 100 steps per frame; charges are (trajectory,
+    particle, 1).
     """
     arrays = {}
     for kind in ("loc", "vel", "charges"):
         found = sorted(Path(folder).glob(f"{kind}_{split}_charged*.npy"))
         if len(found) != 1:
             raise FileNotFoundError(
-                f"one file {kind}_{split}_charged*.npy is wanted in {folder}, found: "
+                f"expected one file {kind}_{split}_charged*.npy in {folder}, found: "
                 f"{', '.join(file.name for file in found) or 'none'}"
             )
         arrays[kind] = np.load(found[0]).astype(np.float32)
@@ -130,7 +134,7 @@ def read_public(folder: str | Path, split: str, *, frames: tuple[int, int] = (30
         )
     start, end = frames
     if not 0 <= start < end < length:
-        raise ValueError(f"frames {frames} were asked of trajectories of {length} frames")
+        raise ValueError(f"frames must be two increasing numbers between 0 and {length - 1}, got frames={frames}")
     return Trajectories(
         torch.from_numpy(arrays["loc"][:, start]).mT.contiguous(),
         torch.from_numpy(arrays["vel"][:, start]).mT.contiguous(),
@@ -141,7 +145,7 @@ def read_public(folder: str | Path, split: str, *, frames: tuple[int, int] = (30
 
 
 def cache_folder() -> Path:
-    """The folder PMLIP_CACHE names, or `pmlip` in the user's cache."""
+    """The folder in the environment variable PMLIP_CACHE, or `pmlip` in the user's cache folder."""
     if named := os.environ.get("PMLIP_CACHE"):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pmlip"

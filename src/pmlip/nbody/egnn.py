@@ -22,12 +22,12 @@ class EGNNConfig:
     layers: int = 4
     width: int = 64
     node_input: str = "speed"  # "speed" |v_i| as in the published code, or "charge" as in the paper's text
-    distance: str = "current"  # d_ij: "current" distance, or "start", the squared distance at the start
+    distance: str = "current"  # d_ij: "current" distance, or "start", the squared initial distance
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """The edges of a batch of graphs of any size; without it the graphs are complete and of one size."""
+    """The edges of a batch of graphs of any size. Without `Pairs`, graphs are complete and of equal size."""
 
     receiver: Tensor  # (edge,)
     sender: Tensor  # (edge,)
@@ -56,14 +56,14 @@ class Layer(nn.Module):
         self.velocity = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, 1))
         last = self.position[-1]
         assert isinstance(last, nn.Linear)
-        nn.init.xavier_uniform_(last.weight, gain=0.001)  # as published: positions start nearly still
+        nn.init.xavier_uniform_(last.weight, gain=0.001)  # as published: initially, positions hardly change
 
 
 class EGNN(nn.Module):
-    """Positions after some time from positions, velocities and charges now.
+    """Predicts positions at a later time from positions, velocities and charges.
 
-    Dense: positions and velocities (..., particle, 3), charges (..., particle), every particle a neighbour of every
-    other. For graphs of any size, particles along the first axis and the edges as `pairs`.
+    Dense graphs: positions and velocities (..., particle, 3), charges (..., particle); all particles are neighbours.
+    Graphs of any size: particles along the first axis, and edges as `pairs`.
     """
 
     def __init__(self, config: EGNNConfig | None = None) -> None:
@@ -77,7 +77,7 @@ class EGNN(nn.Module):
         self.layers = nn.ModuleList(Layer(config.width) for _ in range(config.layers))
 
     def sites(self, *, every_layer: bool = False) -> list[Site]:
-        """The first layers of phi_e and phi_h; with every_layer, their second ones too."""
+        """The first layers of phi_e and phi_h; with every_layer, also their second layers."""
         kinds = {"edge.first": "edge", "node.0": "node"}
         if every_layer:
             kinds |= {"edge.second": "edge", "node.2": "node"}
@@ -108,19 +108,19 @@ class EGNN(nn.Module):
             else:
                 count = torch.bincount(pairs.receiver, minlength=len(x)).clamp(min=1).unsqueeze(-1)
                 x = x + torch.zeros_like(x).index_add(0, pairs.receiver, pull) / count + layer.velocity(h) * velocities
-            if depth + 1 < len(self.layers):  # the last update of h would reach no output
+            if depth + 1 < len(self.layers):  # the last update of h would not affect the output
                 total = message.sum(-2) if pairs is None else torch.zeros_like(h).index_add(0, pairs.receiver, message)
                 h = h + layer.node(torch.cat([h.expand_as(total), total], -1))
         return x
 
 
 def receivers(values: Tensor) -> Tensor:
-    """For each particle its own values, to stand beside those of `others`: (..., n, c) -> (..., n, 1, c)."""
+    """The values of each particle i, shaped to broadcast with `others`: (..., n, c) -> (..., n, 1, c)."""
     return values.unsqueeze(-2)
 
 
 def others(values: Tensor) -> Tensor:
-    """For each particle i the values of i+1, ..., i+n-1 (mod n): (..., n, c) -> (..., n, n-1, c), without a copy."""
+    """For each particle i, the values of i+1, ..., i+n-1 (mod n): (..., n, c) -> (..., n, n-1, c), a strided view."""
     count = values.shape[-2]
     circle = torch.cat([values, values[..., :-1, :]], dim=-2)
     return circle[..., 1:, :].unfold(-2, count - 1, 1).movedim(-1, -2)
@@ -129,9 +129,9 @@ def others(values: Tensor) -> Tensor:
 def load_published(model: EGNN, state: dict[str, Tensor]) -> None:
     """Load a state dict of the public implementation's `EGNN_vel` (4 layers, width 64, `recurrent=True`).
 
-    Its keys and ours: embedding -> embedding; gcl_I.edge_mlp.{0,2} -> layers.I.edge.{first,second};
+    Keys, public -> pmlip: embedding -> embedding; gcl_I.edge_mlp.{0,2} -> layers.I.edge.{first,second};
     gcl_I.node_mlp -> layers.I.node; gcl_I.coord_mlp -> layers.I.position; gcl_I.coord_mlp_vel -> layers.I.velocity.
-    Its edge input is [h_i, h_j, |x_i - x_j|^2, q_i q_j, start], ours [.., |x_i - x_j|^2, start, q_i q_j].
+    The public edge input is [h_i, h_j, |x_i - x_j|^2, q_i q_j, start]; here it is [.., |x_i - x_j|^2, start, q_i q_j].
     """
     renamed = {}
     names = {

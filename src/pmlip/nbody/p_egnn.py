@@ -1,4 +1,4 @@
-"""P-EGNN, and what a method that samples trajectories must do."""
+"""P-EGNN, and the interface of methods that sample trajectories."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,31 +16,29 @@ from pmlip.samples import Samples
 from pmlip.scores import almost_fair_crps
 
 DENSE = {"edge": None, "node": None}  # the leading axes of all rows are (sample, trajectory)
-
-
-CHUNK = 2000  # graphs in one pass of a prediction
+CHUNK = 2000  # graphs per forward pass
 
 
 class Method(nn.Module, ABC):
-    """What the benchmark asks of a method; it never asks which one it holds."""
+    """The interface of a method to the benchmark, which uses nothing else."""
 
-    trains_on_samples = False  # whether the loss is of K samples
-    fixed_samples: int | None = None  # how many samples there are, where that is not free; then none is without noise
+    trains_on_samples = False  # whether the loss needs K samples
+    fixed_samples: int | None = None  # number of samples, if the method fixes it; it then has no noise-free sample
 
     @abstractmethod
     def loss(self, batch: Trajectories, generator: torch.Generator, samples: int) -> Tensor:
-        """What training makes small; `samples` is for methods that train on them."""
+        """The training loss of a batch; `samples` is for methods that train on samples."""
 
     @abstractmethod
     def draw(self, samples: int, seed: int) -> Sequence[Any]:
-        """What distinguishes one sample from another, for each of them; None would be the sample without noise."""
+        """One draw per sample; in `run`, the draw None gives the sample without noise."""
 
     @abstractmethod
     def run(self, data: Trajectories, draws: Sequence[Any]) -> Tensor:
         """Positions (sample, trajectory, particle, 3) for these draws."""
 
     def sample(self, data: Trajectories, *, samples: int, seed: int = 0) -> Samples:
-        """K samples of the target positions, (sample, particle of all trajectories, 3)."""
+        """K samples of the target positions, (sample, trajectory * particle, 3)."""
         draws = self.draw(samples, seed)
         size = max(1, CHUNK // len(draws))
         with torch.no_grad():
@@ -52,7 +50,7 @@ class Method(nn.Module, ABC):
 class PEGNN(Method):
     """EGNN with learned functional perturbations, trained on the fair CRPS of K samples.
 
-    The last four settings are those the paper leaves untested; the defaults are the paper's.
+    The defaults are the values of the paper, which does not test other values of the last four settings.
     """
 
     trains_on_samples = True
@@ -61,11 +59,11 @@ class PEGNN(Method):
         self,
         config: EGNNConfig | None = None,
         *,
-        fairness: float = 1.0,  # below 1 the almost-fair CRPS
+        fairness: float = 1.0,  # below 1: almost-fair CRPS
         noise_dim: int = 32,
-        particles: int | None = None,  # that many particles have a noise of their own each; None: one noise for all
-        every_layer: bool = False,  # noise in every layer of the message and update MLPs, not in the first alone
-        start: float = 0.0,  # standard deviation of the noise weights at the start
+        particles: int | None = None,  # number of particles, each with its own noise; None: all share one noise vector
+        every_layer: bool = False,  # noise in every layer of the message and update MLPs, not only in the first
+        start: float = 0.0,  # initial standard deviation of the noise weights
     ) -> None:
         super().__init__()
         network = EGNN(config)
@@ -91,7 +89,7 @@ class PEGNN(Method):
         return self.network.noise.dim * (self.particles or 1)
 
     def _positions(self, data: Trajectories, noise: Tensor) -> Tensor:
-        if self.particles:  # an edge has the noise of the particle that receives its message
+        if self.particles:  # an edge uses the noise of its receiving particle
             noise = noise.unflatten(-1, (self.particles, -1))
         out: Tensor = self.network(
             data.positions[None], data.velocities[None], data.charges[None], noise=noise, rows=DENSE

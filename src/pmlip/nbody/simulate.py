@@ -16,15 +16,20 @@ except ImportError as error:
 TIME_STEP = 0.001
 LARGEST_FORCE = 100.0
 START_SPEED = 0.5
-LANES = 8  # trajectories that one core moves side by side, so that the compiler can use vector instructions
+LANES = 8  # trajectories that one core integrates together, so that the compiler can use vector instructions
 
 
 def initial(trajectories: int, *, particles: int = 5, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Positions ~ N(0, 1), velocities of length 0.5 in random directions, both (trajectory, particle, 3), and charges
-    +-1 with equal chance (trajectory, particle). Trajectory i depends on (seed, i) alone.
+    """Random initial positions, velocities and charges.
+
+    Positions ~ N(0, 1) and velocities of norm 0.5 in random directions are (trajectory, particle, 3). Charges, +-1 with
+    equal probability, are (trajectory, particle). Trajectory i depends only on (seed, i).
     """
     if trajectories < 1 or particles < 2:
-        raise ValueError(f"there must be trajectories of at least 2 particles, got {trajectories} of {particles}")
+        raise ValueError(
+            "at least 1 trajectory and at least 2 particles are needed, got "
+            f"trajectories={trajectories} and particles={particles}"
+        )
     positions = np.empty((trajectories, particles, 3))
     velocities = np.empty_like(positions)
     charges = np.empty((trajectories, particles))
@@ -47,7 +52,7 @@ def simulate(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Positions and velocities at the given steps, each (recorded step, trajectory, particle, 3).
 
-    positions and velocities (trajectory, particle, 3), charges (trajectory, particle). Runs on all cores.
+    positions and velocities: (trajectory, particle, 3). charges: (trajectory, particle). Runs on all cores.
     """
     x, v, q = (np.asarray(array, dtype=float) for array in (positions, velocities, charges))
     if x.ndim != 3 or x.shape[-1] != 3 or v.shape != x.shape or q.shape != x.shape[:2]:
@@ -58,7 +63,7 @@ def simulate(
     recorded = np.asarray(steps, dtype=np.int64)
     if recorded.size == 0 or recorded[0] < 1 or (np.diff(recorded) <= 0).any():
         raise ValueError(f"steps must be positive and increasing, got {tuple(steps)}")
-    # lanes last: (group, particle, 3, lane), the last group filled up with copies
+    # lanes last: (group, particle, 3, lane); copies of the last trajectory fill the last group
     count = len(x)
     groups = -(-count // LANES)
     chosen = np.minimum(np.arange(groups * LANES), count - 1).reshape(groups, LANES)

@@ -1,4 +1,4 @@
-"""Noise at the sites of a network: its draws, and how layers take it in."""
+"""Noise for a network: random draws, the layers that add them, and the learnable noise matrix W_z."""
 
 from pmlip.noise.draws import draw
 

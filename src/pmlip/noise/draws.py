@@ -1,4 +1,4 @@
-"""The noise of a perturbed model: z = W_z e with e ~ N(0, I), one z for each (system, sample)."""
+"""Random draws e ~ N(0, I) of a perturbed model, which adds the noise z = W_z e; one z per (system, sample)."""
 
 from collections.abc import Callable
 
@@ -6,22 +6,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SEED_OF_FIT = 2**32 - 1  # of what is fitted to samples after training: nobody asks for the same ones afterwards
+SEED_OF_FIT = 2**32 - 1  # reserved for fits to samples after training, so that predictions use other samples
 
 
 def draw(samples: int, dim: int, *, seed: int = 0, kind: str = "plain") -> Tensor:
-    """Standard normal draws e, shape (sample, dim), in double precision on the CPU.
+    """Return standard normal draws e, shape (sample, dim), in double precision on the CPU.
 
-    Row k depends on (seed, k, dim, kind) alone, so asking for more samples keeps the earlier ones.
+    Row k depends only on (seed, k, dim, kind): a larger `samples` appends rows and keeps the earlier ones.
 
     kind:
-        "plain"       independent rows. The only kind for losses and scores: every estimator in
-                      `scores` and `metrics` assumes independent samples.
+        "plain"       independent rows. Use it for losses and scores: all estimators in `scores` and
+                      `metrics` assume independent samples.
         "orthogonal"  blocks of `dim` mutually orthogonal rows with chi-distributed lengths. Each row is
-                      still N(0, I). Lowers the variance of an estimated *spread*; does nothing for the mean.
-        "antithetic"  pairs (e, -e). Helps the *mean* (the odd part of the response cancels), but biases
-                      the variance (about +29 % at K = 4) and the CRPS. Never train with it: while the
-                      noise weights are zero the pair's gradients cancel and they stay zero.
+                      still N(0, I). Lowers the variance of an estimated *spread*, not of the mean.
+        "antithetic"  pairs (e, -e). Lowers the variance of the *mean* (the odd part of the response
+                      cancels), but biases the variance (about +29 % at K = 4) and the CRPS. Never train
+                      with it: at zero noise weights the gradients of a pair cancel, so the weights stay zero.
     """
     if samples < 1:
         raise ValueError(f"at least 1 sample must be drawn, got samples={samples}")
@@ -35,16 +35,17 @@ def draw(samples: int, dim: int, *, seed: int = 0, kind: str = "plain") -> Tenso
 
 
 def draw_for_training(samples: int, systems: int, dim: int, *, generator: torch.Generator) -> Tensor:
-    """Independent e for every (sample, system), shape (sample, system, dim), from a CPU generator."""
+    """Return an independent e for every (sample, system), shape (sample, system, dim), from a CPU generator."""
     return torch.randn(samples, systems, dim, generator=generator)
 
 
 def counterweights(draws: Tensor) -> tuple[Tensor, Tensor]:
-    """Two more draws c and -c, where c is the mean of these, and the weights -1/2 and 1/2.
+    """Return two control-variate draws c and -c, where c is the mean of `draws`, and their weights -1/2 and 1/2.
 
         mean_k f(e_k) - (f(c) - f(-c)) / 2
 
-    is an unbiased estimate of the mean of f(e), since c and -c are equally likely. What is linear in e cancels.
+    is an unbiased estimate of the mean of f(e), because c and -c are equally likely. The part of f that is linear in e
+    cancels.
     """
     centre = draws.mean(0)
     return torch.stack([centre, -centre]), torch.tensor([-0.5, 0.5])

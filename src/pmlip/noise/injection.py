@@ -1,7 +1,7 @@
-"""Where noise enters a network: h = W x + b + W_noise z at the first linear layer of a block.
+"""Add noise to the linear layers of a network: h = W x + b + W_noise z.
 
-A layer is made noisy by changing its class (see `layers`) and giving it one more parameter, `noise_weight`. Its own
-parameters keep their names, so weights of the original still load; strict=False leaves the noise weights alone.
+A layer becomes noisy by a change of its class (see `layer_classes`) and one more parameter, `noise_weight`. The other
+parameters keep their names, so a state dict of the original module still loads with strict=False.
 """
 
 import difflib
@@ -24,37 +24,38 @@ Envelope = Callable[[Tensor], Tensor]
 class Site:
     """A layer where noise enters."""
 
-    name: str  # of the layer inside the module, as in `named_modules()`
-    rows: str = "row"  # kind of its rows (node, edge, angle, ...): which system index broadcasts the noise
-    envelope: Envelope | None = None  # factor on the shift, from the layer's input; must pickle
+    name: str  # name of the layer in `named_modules()`
+    rows: str = "row"  # kind of row in its input (node, edge, angle, ...); selects the system index of the rows
+    envelope: Envelope | None = None  # factor on the noise, computed from the layer's input; must be picklable
 
 
 Sites = str | Sequence[str | Site] | Callable[[str, nn.Module], bool]
 
 
 def vanish_with_input(x: Tensor) -> Tensor:
-    """Envelope 1 - exp(-16 |x|^2): 0 where the input is 0, and as smooth as the input.
+    """Return the envelope 1 - exp(-16 |x|^2): 0 where the input is 0, and as smooth as the input.
 
-    Radial features carry the cutoff function, and nothing after a radial layer does: it must keep mapping
-    0 to 0, or an atom at the cutoff would still send a message and the energy would jump.
+    Radial layers need it. The cutoff function is applied to their input only, so they must map 0 to 0. Otherwise an
+    atom at the cutoff would still send a message, and the energy would jump there.
     """
     return -torch.expm1(-16 * x.square().sum(-1, keepdim=True))
 
 
 class NoisyLayer(Mixin):
-    """What the noisy layers share."""
+    """Base class of noisy layers."""
 
-    noise_weight: nn.Parameter  # (out, noise), zero at the start
-    noise_source: tuple[Noise]  # in a tuple, so that it is not registered as a part of every layer
+    noise_weight: nn.Parameter  # W_noise (out, noise), initialised to zero
+    noise_source: tuple[Noise]  # in a tuple, so that it is not registered as a submodule of every layer
     noise_site: Site
 
     def perturb(self, noise: Noise, site: Site, out_features: int, like: Tensor) -> None:
+        """Add the noise parameter, with the device and precision of `like`."""
         self.noise_weight = nn.Parameter(like.new_zeros(out_features, noise.dim))
         self.noise_source = (noise,)
         self.noise_site = site
 
     def shift(self, x: Tensor | SplitInput, out: Tensor) -> Tensor | None:
-        """W_noise z for every row of an output, times the envelope of its input x."""
+        """Return W_noise z for every row of the output, times the envelope of the input x; None if no draw is set."""
         noise, rows = self.noise_source[0], self.noise_site.rows
         shift = noise.shift(self.noise_weight, rows)
         if shift is None:
@@ -65,7 +66,7 @@ class NoisyLayer(Mixin):
                     f"site {self.noise_site.name!r} has {len(out)} rows, "
                     f"but the system index of its {rows!r} rows has {len(shift)}"
                 )
-            # axes between the rows and the features share the noise of their row
+            # all entries of a row share its noise: broadcast over the axes between rows and features
             shift = shift.reshape(*shift.shape[:-1], *[1] * (out.dim() - shift.dim()), shift.shape[-1])
         envelope = self.noise_site.envelope
         if envelope is None:
@@ -73,11 +74,11 @@ class NoisyLayer(Mixin):
         return shift * envelope(x.concatenated() if isinstance(x, SplitInput) else x)
 
     def fold(self) -> None:
-        """Become a plain layer again that computes what the draw in force makes of this one."""
+        """Become a plain layer in place that includes the noise of the current draw."""
         raise NotImplementedError
 
     def _unperturb(self) -> tuple[Tensor | None, Site]:
-        """Become the plain layer at z = 0; gives what the noise had added."""
+        """Become the plain layer without noise, in place; return the noise W_noise z and the site."""
         site = self.noise_site
         shift = self.noise_source[0].shift(self.noise_weight.detach(), site.rows)
         del self.noise_weight, self.noise_source, self.noise_site
@@ -86,7 +87,7 @@ class NoisyLayer(Mixin):
 
 
 class NoisyLinear(NoisyLayer):
-    """For `nn.Linear` and its subclasses."""
+    """Noisy version of `nn.Linear` and its subclasses."""
 
     def forward(self, x: Tensor | SplitInput) -> Tensor:
         out: Tensor = super().forward(x)
@@ -98,13 +99,13 @@ class NoisyLinear(NoisyLayer):
         if shift is None:
             return
         if site.envelope is not None:
-            raise ValueError(f"site {site.name!r} has an envelope: its samples are no change of the bias")
-        layer: Any = self  # an nn.Linear again
+            raise ValueError(f"cannot fold site {site.name!r}: it has an envelope, so its noise is not a constant bias")
+        layer: Any = self  # now a plain nn.Linear
         layer.bias = nn.Parameter(shift if layer.bias is None else layer.bias.detach() + shift)
 
 
 class NoisyRadial(NoisyLayer):
-    """For the layers of e3nn's `FullyConnectedNet`: a bare weight matrix with the activation inside."""
+    """Noisy version of the layers of e3nn's `FullyConnectedNet`: a weight matrix and an activation, without a bias."""
 
     def forward(self, x: Tensor) -> Tensor:
         return _radial(self, x, self.shift(x, x))
@@ -119,7 +120,7 @@ class NoisyRadial(NoisyLayer):
 
 
 class ShiftedRadial(nn.Module):
-    """One folded sample of a `NoisyRadial`: e3nn's layer has no bias that could hold the shift."""
+    """One folded sample of a `NoisyRadial`; e3nn's layer has no bias, so the shift is a buffer."""
 
     shift: Tensor
     envelope: Envelope | None
@@ -158,19 +159,20 @@ def inject(module: nn.Module, noise: Noise, sites: Sequence[Site]) -> None:
 
 
 def noisy_layers(module: nn.Module) -> Iterator[NoisyLayer]:
+    """Yield the noisy layers of a module."""
     return (layer for layer in module.modules() if isinstance(layer, NoisyLayer))
 
 
 def find_sites(module: nn.Module, wanted: Sites) -> tuple[Site, ...]:
-    """The sites that names, glob patterns or a function (name, module) -> bool select.
+    """Return the sites selected by names, glob patterns or a function (name, module) -> bool.
 
-    A selected block that is not itself a linear layer stands for its first linear layer in the order of
-    registration, so an MLP that begins with a norm or a dropout may be named as a whole.
+    If a selected module is not a linear layer, its first linear layer in the order of registration is used. So the name
+    of an MLP is enough, even if the MLP begins with a norm or dropout.
     """
     modules = dict(module.named_modules())
     candidates = [name for name, layer in modules.items() if _is_supported(layer)]
     if any(isinstance(layer, NoisyLayer) for layer in modules.values()):
-        raise ValueError("this module is perturbed already; perturb the original instead")
+        raise ValueError("this module is perturbed already; pass the original module")
 
     chosen: list[Site] = []
     if callable(wanted):
@@ -197,7 +199,7 @@ def find_sites(module: nn.Module, wanted: Sites) -> tuple[Site, ...]:
 
 
 def _matching(pattern: str, candidates: list[str], modules: dict[str, nn.Module]) -> list[str]:
-    """Modules that match a glob pattern, part by part between the dots, and hold a layer that can take noise."""
+    """Return the modules that contain a supported layer and match the pattern; `*` does not match a dot."""
     parts = pattern.split(".")
     fitting = [name for name in modules if len(name.split(".")) == len(parts)]
     fitting = [name for name in fitting if all(map(fnmatchcase, name.split("."), parts))]
@@ -209,7 +211,7 @@ def _first_linear(name: str, module: nn.Module) -> str:
         if _is_supported(layer):
             return ".".join(part for part in (name, inner) if part)
     raise ValueError(
-        f"site {name!r} ({type(module).__name__}) is not and does not contain a layer that can take noise; "
+        f"site {name!r} ({type(module).__name__}) is not and does not contain a layer that supports noise; "
         "allowed: nn.Linear and the layers of e3nn's FullyConnectedNet"
     )
 

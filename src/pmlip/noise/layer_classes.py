@@ -1,7 +1,8 @@
-"""Layers that change what they are: another class, the same object, parameters and names.
+"""Change the class of a layer in place; the object, its parameters and their names stay the same.
 
-A layer that takes part in a method is given a class mixed from the method's own and the layer's. Unlike a wrapper it
-keeps its place and its state-dict keys; unlike a hook it survives `deepcopy`, `pickle` and `torch.compile`.
+A method gives a layer a class that inherits from the method's mixin and from the layer's original class. Unlike a
+wrapper, this keeps the layer's name and state-dict keys. Unlike a hook, it works with `deepcopy`, `pickle` and
+`torch.compile`.
 """
 
 from typing import Any, ClassVar, TypeVar
@@ -10,13 +11,13 @@ from torch import nn
 
 
 class Mixin(nn.Module):
-    """What a method mixes into the class of a layer; `super()` inside it is the layer's own class."""
+    """Base class of mixins for layers; `super()` inside a mixin is the layer's original class."""
 
-    plain_class: ClassVar[type[nn.Module]]  # the layer's own
-    family: ClassVar[type["Mixin"]]  # the method's
+    plain_class: ClassVar[type[nn.Module]]  # the layer's original class
+    family: ClassVar[type["Mixin"]]  # the method's mixin
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # The class is made at run time, as may be the one it is mixed with: pickle must be told how to make it again.
+        # The class is created at run time, so pickle needs a recipe. Mixins can be nested, so store the whole chain.
         families: list[type[Mixin]] = []
         plain: Any = type(self)
         while "family" in vars(plain):
@@ -31,7 +32,7 @@ _CLASSES: dict[tuple[type[Mixin], type[nn.Module]], Any] = {}
 
 
 def mixed_class(family: type[M], plain: type[nn.Module]) -> type[M]:
-    """The class of layers that are both; always the same one."""
+    """Return the class that inherits from both; the same arguments return the same class."""
     if (family, plain) not in _CLASSES:
         name = family.__name__.removesuffix("Layer") + plain.__name__
         body = {"family": family, "plain_class": plain, "__module__": __name__}
@@ -41,11 +42,12 @@ def mixed_class(family: type[M], plain: type[nn.Module]) -> type[M]:
 
 
 def become(layer: nn.Module, kind: type[nn.Module]) -> None:
-    """Change the class of a layer and keep all it holds."""
+    """Change the class of a layer in place; its attributes stay."""
     object.__setattr__(layer, "__class__", kind)
 
 
 def _new(families: list[type[Mixin]], plain: type[nn.Module]) -> nn.Module:
+    """Create an uninitialised layer of a mixed class, for pickle."""
     for family in reversed(families):
         plain = mixed_class(family, plain)
     return plain.__new__(plain)

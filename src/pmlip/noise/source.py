@@ -1,4 +1,4 @@
-"""The learnable part of the noise, z = W_z e, and the draw that is set while layers run."""
+"""The noise z = W_z e of a model: the learnable matrix W_z and the current draw e."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,20 +9,20 @@ from torch.nn import functional
 
 
 class Noise(nn.Module):
-    """The learnable W_z of one perturbed model, and the draw e in force while its layers run.
+    """The learnable matrix W_z of one perturbed model and the current draw e.
 
-    All noisy layers of a model hold the same `Noise`; two models never share one. `Perturbed` puts a draw in force for
-    the call, and once more for its backward pass, in which activation checkpointing runs layers again.
+    All noisy layers of a model share one `Noise`; two models never share one. `Perturbed` sets the draw for the forward
+    pass and again for the backward pass, because activation checkpointing runs layers again there.
     """
 
-    draw: Tensor | None  # (noise,) for one system, or (system, noise); more leading axes where rows are systems
-    rows: Mapping[str, Tensor | None]  # kind of row -> system of each row; None: the leading axes are the systems
+    draw: Tensor | None  # (noise,), (system, noise), or (*systems, noise) if `rows` gives None
+    rows: Mapping[str, Tensor | None]  # kind of row -> system of each row; None: leading axes are the systems
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         if not isinstance(dim, int) or dim < 1:
             raise ValueError(f"noise_dim must be a whole number, at least 1, got {dim}")
-        # The identity, never zero: with W_z = W_noise = 0 every gradient would vanish for ever.
+        # Not zero: with W_z = W_noise = 0 all gradients would stay zero.
         self.w_z = nn.Parameter(torch.eye(dim))
         self.set_draw(None)
 
@@ -31,7 +31,7 @@ class Noise(nn.Module):
         return self.w_z.shape[0]
 
     def set_draw(self, draw: Tensor | None, rows: Mapping[str, Tensor | None] | None = None) -> None:
-        """Put a draw in force for the layers that run next; None means z = 0."""
+        """Set the draw that the layers use from now on; None means z = 0."""
         if draw is not None:
             if draw.shape[-1] != self.dim:
                 raise ValueError(
@@ -41,9 +41,9 @@ class Noise(nn.Module):
         self.draw, self.rows = draw, rows or {}
 
     def shift(self, weight: Tensor, rows: str) -> Tensor | None:
-        """W_noise z for each row of a layer: (out,), or (row, out) when several systems are in force.
+        """Return W_noise z: (out,) for a draw of one system, (row, out) for several; None if no draw is set.
 
-        Where the leading axes of a layer's input are the systems (None), (*systems, out).
+        If `self.rows[rows]` is None, the leading axes of the layer's input are the systems: (*systems, out).
         """
         if self.draw is None:
             return None
@@ -59,10 +59,10 @@ class Noise(nn.Module):
         return shift if index is None else shift.index_select(0, index)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        if f"{prefix}mixing" in state_dict:  # what W_z was called before format 4
+        if f"{prefix}mixing" in state_dict:  # the name of W_z before checkpoint format 4
             state_dict[f"{prefix}w_z"] = state_dict.pop(f"{prefix}mixing")
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy or a pickle takes the weights along, not the draw that happens to be in force.
+        # Copies and pickles hold the weights, not the current draw.
         return {**self.__dict__, "draw": None, "rows": {}}

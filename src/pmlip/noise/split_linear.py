@@ -1,7 +1,7 @@
-"""Linear layers on rows that are put together from several tables, [a[i], b[j], c, ...], without putting them together.
+"""Linear layer on concatenated inputs [a[i], b[j], c, ...] without materialising the concatenation.
 
-Each table goes through its own columns of the weights and is gathered after that: a table of nodes or bonds has far
-fewer rows than there are edges or angles.
+Each table is multiplied by its columns of the weight matrix first and gathered afterwards. This saves work, because a
+table of nodes or bonds has far fewer rows than there are edges or angles.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,10 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class SplitInput:
-    """Rows of several tables side by side."""
+    """Several tables whose gathered rows are concatenated along the feature axis."""
 
-    parts: tuple[tuple[Tensor, Callable[[Tensor], Tensor] | None], ...]  # a table, how it is gathered; None: as it is
+    # (table, function that gathers its rows); None instead of the function: the table itself
+    parts: tuple[tuple[Tensor, Callable[[Tensor], Tensor] | None], ...]
 
     def concatenated(self) -> Tensor:
         values = [table if gather is None else gather(table) for table, gather in self.parts]
@@ -28,7 +29,7 @@ class SplitInput:
 
 
 def split_input(*parts: tuple[Tensor, Tensor | None]) -> SplitInput:
-    """Tables (row, feature), each with the numbers of its rows to take; None: all of them in order."""
+    """Build a SplitInput from tables (row, feature), each with the row indices to gather; None: all rows in order."""
     return SplitInput(tuple((table, None if index is None else _Rows(index)) for table, index in parts))
 
 
@@ -41,19 +42,19 @@ class _Rows:
 
 
 def linear(x: Tensor | SplitInput, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b."""
+    """Return x W^T + b."""
     if isinstance(x, Tensor):
         return functional.linear(x, weight, bias)
     columns = weight.split([table.shape[-1] for table, _ in x.parts], dim=1)
     terms: list[Tensor] = []
-    for (table, gather), own in zip(x.parts, columns, strict=True):
-        term = functional.linear(table, own, None if terms else bias)
+    for (table, gather), block in zip(x.parts, columns, strict=True):
+        term = functional.linear(table, block, None if terms else bias)
         terms.append(term if gather is None else gather(term))
     return sum(terms[1:], start=terms[0])
 
 
 class SplitLinear(nn.Linear):
-    """A linear layer that also takes rows which are not put together."""
+    """Linear layer that also accepts a `SplitInput`."""
 
     def forward(self, x: Tensor | SplitInput) -> Tensor:
         return linear(x, self.weight, self.bias)

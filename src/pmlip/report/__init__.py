@@ -1,6 +1,6 @@
-"""One HTML file that shows how good a model and its uncertainty are, and needs no network.
+"""A report on a model and its uncertainty, in one HTML file that works offline.
 
-Figures, a 3-D view of the most uncertain structures, and sentences that say what they mean.
+It contains scores, figures, a 3-D view of the most uncertain structures, and sentences that interpret the scores.
 """
 
 import importlib.util
@@ -34,8 +34,9 @@ def write_report(
 ) -> None:
     """Write an HTML report of one or more models on the same structures.
 
-    models: evaluations by the name of the model. data: name of the structures. unseen: evaluations of the first model
-    on out-of-distribution structures, by the name of these. records: how each model was made, by its name.
+    models: evaluations by model name. data: name of the structures. unseen: evaluations of the first model on
+    out-of-distribution structures, by the name of the structures. records: training and calibration of each model, by
+    model name.
     """
     check_installed()
     from jinja2 import Environment, PackageLoader
@@ -47,7 +48,9 @@ def write_report(
         _check(entry)
     for entry in inside:
         if not entry.has_free_forces:
-            raise ValueError(f"symmetry fixes all forces of {entry.data}, so there is no spread to report on")
+            raise ValueError(
+                f"symmetry fixes all forces of {entry.data}, so the spread is zero; use structures with displaced atoms"
+            )
     template = Environment(loader=PackageLoader("pmlip", "report"), autoescape=True).get_template("report.html")
     shown = [entry for entry in outside if entry.has_free_forces]
     text = template.render(
@@ -65,7 +68,7 @@ def write_report(
 
 
 def check_installed() -> None:
-    """Refuse to begin where a report could not be written in the end."""
+    """Raise ImportError if a package that reports need is missing; call it before long computations."""
     for package in ("chemiscope", "jinja2", "matplotlib"):
         if importlib.util.find_spec(package) is None:
             raise ImportError(f"a report needs {package}: pip install 'pmlip[report]'")
@@ -75,7 +78,9 @@ def _check(entry: Entry) -> None:
     if not entry.forces.has_spread:
         raise ValueError(f"{entry.model} has no spread to report on; its errors are in Evaluation.scores")
     if not bool(entry.forces.present.all()):
-        raise ValueError(f"a report needs the forces of every structure, and {entry.data} lacks some; remove these")
+        raise ValueError(
+            f"a report needs the forces of every structure; remove the structures of {entry.data} without them"
+        )
 
 
 def _figures(inside: Sequence[Entry], unseen: Sequence[Entry]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""One model on one set of structures, and its row in the table of scores."""
+"""One model evaluated on one set of structures, and its row in the table of scores."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from pmlip.score_columns import Columns
 
 @dataclass(frozen=True)
 class Entry:
-    """One model on one set of structures."""
+    """One model evaluated on one set of structures."""
 
     model: str
     data: str

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2")
-POINTS = 4000  # at most, in a scatter plot
+POINTS = 4000  # largest number of points in a scatter plot
 STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -22,7 +22,7 @@ STYLE: dict[Any, Any] = {
     "ytick.color": "#64748b",
     "legend.frameon": False,
     "svg.fonttype": "none",
-    "svg.hashsalt": "pmlip",  # the same figure, the same file
+    "svg.hashsalt": "pmlip",  # makes files reproducible
 }
 
 
@@ -39,7 +39,7 @@ def panel() -> tuple["Figure", Any]:
 
 
 def parity(target: np.ndarray, mean: np.ndarray, spread: np.ndarray | None, *, unit: str, title: str) -> "Figure":
-    """Predicted against reference, coloured by the spread."""
+    """Predictions against reference values, coloured by the spread."""
     figure, axes = panel()
     shown = _some(len(target))
     ends = [min(target.min(), mean.min()), max(target.max(), mean.max())]
@@ -66,7 +66,7 @@ def reliability(pits: Mapping[str, np.ndarray]) -> "Figure":
 
 
 def ranks(histogram: np.ndarray) -> "Figure":
-    """How often the reference has each rank among the samples."""
+    """Histogram of the rank of the reference among the samples."""
     figure, axes = panel()
     count = len(histogram)
     groups = min(count, 17)
@@ -84,7 +84,7 @@ def ranks(histogram: np.ndarray) -> "Figure":
 
 
 def spread_and_error(models: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> "Figure":
-    """Error against spread atom by atom for the first model; for all, root mean squares in bins of equal count."""
+    """Error against spread: atoms of the first model, and root mean squares in bins of equal count for all models."""
     figure, axes = panel()
     spread, error = next(iter(models.values()))
     _cloud(axes, spread, error, COLOURS[0])
@@ -100,7 +100,7 @@ def spread_and_error(models: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> "Fi
 
 
 def force_and_error(force: np.ndarray, error: np.ndarray) -> "Figure":
-    """Error against the size of the force, as in `spread_and_error`."""
+    """Error against the norm of the force, as in `spread_and_error`."""
     figure, axes = panel()
     _cloud(axes, force, error, "#64748b")
     axes.plot(*_binned(force, error), "o-", color="#334155", ms=4)
@@ -137,7 +137,7 @@ def sparsification(models: Mapping[str, tuple[np.ndarray, np.ndarray]], force: n
 
 
 def inside_and_outside(spreads: Mapping[str, np.ndarray], errors: Mapping[str, np.ndarray]) -> "Figure":
-    """Spread and error of the structures of each data set."""
+    """Error against spread for each structure of several data sets."""
     figure, axes = panel()
     for (name, spread), colour in zip(spreads.items(), _cycle(), strict=False):
         axes.scatter(spread, errors[name], s=14, alpha=0.55, linewidths=0, color=colour, label=name, rasterized=True)
@@ -155,7 +155,7 @@ def inside_and_outside(spreads: Mapping[str, np.ndarray], errors: Mapping[str, n
 
 
 def _log(axes: Any) -> None:
-    """Both axes logarithmic, with numbers at powers of ten and, where there is less than that to see, between them."""
+    """Make both axes logarithmic; axes that span less than a decade also get labels between powers of ten."""
     from matplotlib.ticker import LogFormatter
 
     axes.set(xscale="log", yscale="log")
@@ -164,12 +164,12 @@ def _log(axes: Any) -> None:
 
 
 def _some(count: int) -> np.ndarray:
-    """Indices of all points, or of so many by chance that a plot can bear."""
+    """Indices of all points, or of a random subset of size POINTS."""
     return np.random.default_rng(0).permutation(count)[:POINTS]
 
 
 def _binned(by: np.ndarray, error: np.ndarray, bins: int = 10) -> tuple[list[float], list[float]]:
-    """Root mean squares in bins of equal count."""
+    """Root mean squares of both arrays in bins of equal count, sorted by `by`."""
     parts = np.array_split(np.argsort(by), min(bins, len(by)))
     x, y = ([float(np.sqrt((values[part] ** 2).mean())) for part in parts] for values in (by, error))
     return x, y

@@ -1,4 +1,4 @@
-"""What the scores mean for these models, in sentences."""
+"""Sentences that interpret the scores of the models."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,8 +11,8 @@ from pmlip.report.entry import Entry
 from pmlip.scores import gaussian_crps
 from pmlip.spread_fit import best_factor, best_width
 
-TOLERANCE = 0.03  # a coverage this close to its level counts as right
-OFFSET = 0.5  # eV/atom; a larger energy error means that the reference energies differ
+TOLERANCE = 0.03  # largest deviation of a coverage from its level that counts as calibrated
+OFFSET = 0.5  # eV/atom; a larger energy error suggests different reference energies
 
 Verdict = tuple[str, str]  # good, fair or bad, and a sentence
 
@@ -20,7 +20,7 @@ Verdict = tuple[str, str]  # good, fair or bad, and a sentence
 def sentences(inside: Sequence[Entry], unseen: Sequence[Entry], records: Mapping[str, Any]) -> list[dict[str, str]]:
     """A verdict (good, fair, bad) and a sentence for each finding.
 
-    records: how each model was made, by its name.
+    records: training and calibration of each model, by model name.
     """
     found = []
     for entry in inside:
@@ -61,16 +61,16 @@ def _calibration(entry: Entry) -> list[Verdict]:
 
 
 def _covering_factor(entry: Entry) -> float:
-    """The factor on the spread with which 95 % of the forces lie in their interval."""
+    """The factor on the spread that puts 95 % of the forces inside their 95 % interval."""
     count, free = entry.evaluation.samples, entry.forces.free_entries
     z = np.abs(free["error"]) / free["sigma"]
     about_mean = float(np.quantile(z, 0.95) / stats.t.isf(0.025, count - 1))
-    # about the true mean, as in `best_factor`: the mean of K samples is itself off by spread / sqrt(K)
+    # scale about the true mean, as in `best_factor`; the mean of K samples has an error of spread / sqrt(K)
     return float(np.sqrt(max((1 + 1 / count) * about_mean**2 - 1 / count, 1e-4)))
 
 
 def _conformal(entry: Entry, calibration: Mapping[str, Any]) -> list[Verdict]:
-    """Does the conformal interval of a calibration reach its level here?"""
+    """Does the conformal interval of the calibration reach its level on this data?"""
     factor, level = calibration.get("conformal"), calibration.get("level")
     if factor is None or level is None:
         return []
@@ -85,7 +85,7 @@ def _conformal(entry: Entry, calibration: Mapping[str, Any]) -> list[Verdict]:
 
 
 def _energy_offset(entry: Entry) -> list[Verdict]:
-    """A constant error of the energies comes from the reference energies."""
+    """Is the energy error so large that the reference energies must differ?"""
     energy = entry.evaluation.scores.get("energy", {})
     if energy.get("mae_expected", 0.0) < OFFSET:
         return []
@@ -94,10 +94,10 @@ def _energy_offset(entry: Entry) -> list[Verdict]:
 
 
 def _baselines(entry: Entry) -> list[Verdict]:
-    """Is the learned spread better than two trivial ones around the same mean?"""
+    """Is the learned spread better than two simple baselines around the same mean?"""
     entries = entry.forces.entries
     error = entries["error"]
-    # The fair CRPS estimates that of infinitely many samples, so the baselines need the error of their mean.
+    # The fair CRPS estimates the CRPS of infinitely many samples, so use the error of their mean for the baselines.
     sampling = float((entries["spread"] ** 2).mean()) / entry.evaluation.samples
     error = error * np.sqrt(max(1 - sampling / float((error**2).mean()), 0.0))
     own = 1e3 * entry.evaluation.scores["forces"]["crps"]

@@ -1,4 +1,4 @@
-"""The most uncertain structures in three dimensions, by chemiscope."""
+"""3-D view of the most uncertain structures, with chemiscope."""
 
 import base64
 import importlib.resources
@@ -9,17 +9,17 @@ from ase import Atoms
 
 from pmlip.report.entry import Entry
 
-SHOWN = 8  # structures
+SHOWN = 8  # number of structures
 
 
 def view(entry: Entry) -> str:
-    """The most uncertain structures for chemiscope, as base64 of JSON."""
+    """A chemiscope data set of the most uncertain structures, as base64-encoded JSON."""
     import chemiscope
 
     rows = entry.forces.free_atoms
-    there = np.unique(rows.system)
-    largest = np.array([rows["spread"][rows.system == i].max() for i in there])
-    chosen = there[np.argsort(-largest)[:SHOWN]]
+    systems = np.unique(rows.system)
+    largest = np.array([rows["spread"][rows.system == i].max() for i in systems])
+    chosen = systems[np.argsort(-largest)[:SHOWN]]
     atoms = np.concatenate([np.flatnonzero(rows.system == i) for i in chosen])
     structures = [
         Atoms(s.symbols, s.positions, cell=s.cell, pbc=s.pbc) for s in (entry.evaluation.listed[i] for i in chosen)
@@ -52,6 +52,6 @@ def view(entry: Entry) -> str:
 
 
 def viewer_code() -> str:
-    """Chemiscope's own code, from its package."""
+    """The JavaScript code of chemiscope, from its Python package."""
     code = importlib.resources.files("chemiscope") / "sphinx" / "static" / "chemiscope.min.js"
     return code.read_text().replace("</script", "<\\/script")

@@ -1,3 +1,3 @@
-"""Structures with labels: reading them from files, checking them, and what files say about their uncertainty."""
+"""Labelled structures: read from files, validated, and annotated with uncertainties."""
 
 LABELS = ("energy", "forces", "stress")

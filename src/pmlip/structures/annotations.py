@@ -1,4 +1,4 @@
-"""Uncertainties that structures carry in files: how to write them, find them and take them off."""
+"""Write, detect and remove the uncertainties that pmlip stores on structures."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,10 +7,8 @@ from ase import Atoms
 from ase.calculators.calculator import all_properties
 from ase.calculators.singlepoint import SinglePointCalculator
 
-# What pmlip writes beside its predictions: such a structure may carry a prediction where a label would be.
+# pmlip writes these names with its predictions. On a structure that has one, "energy" may be a prediction, not a label.
 SPREADS_PER_ATOM = ("forces_uncertainty", "atom_uncertainty", "forces_interval")
-
-
 SPREADS_PER_STRUCTURE = ("energy_uncertainty", "max_atom_uncertainty", "stress_uncertainty")
 
 
@@ -19,7 +17,7 @@ def has_uncertainties(atoms: Atoms) -> bool:
 
 
 def without_uncertainties(atoms: Atoms) -> Atoms:
-    """A copy that carries none, also not where an ase.db keeps them."""
+    """Copy a structure without its uncertainties, including the copies in nested dicts that ase.db makes."""
     bare = atoms.copy()
 
     def others(place: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,15 +29,19 @@ def without_uncertainties(atoms: Atoms) -> Atoms:
 
 
 def places(atoms: Atoms) -> list[Mapping[str, Any]]:
+    """Return the mappings that can hold a label: calculator results, `info`, `arrays`, and dicts nested in `info`."""
     results = atoms.calc.results if atoms.calc is not None else {}
     info = {name: value for name, value in atoms.info.items() if not isinstance(value, dict)}
-    # an ase.db keeps what is not a result of a calculator here
+    # ase.db stores everything except calculator results in a dict inside `info`
     nested = [value for value in atoms.info.values() if isinstance(value, dict)]
     return [results, info, atoms.arrays, *nested]
 
 
 def annotated(atoms: Atoms, results: Mapping[str, Any]) -> Atoms:
-    """A copy with the properties ASE knows in a calculator, and these uncertainties alone in `info` and `arrays`."""
+    """Copy a structure with new results: ASE properties go to a calculator, uncertainties to `info` and `arrays`.
+
+    Earlier uncertainties are removed.
+    """
     carrier = without_uncertainties(atoms)
     for name in SPREADS_PER_STRUCTURE:
         if name in results:

@@ -1,4 +1,4 @@
-"""Structures at the door: ASE Atoms in, checked."""
+"""Validate input structures (ASE Atoms)."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,31 +8,31 @@ import numpy as np
 import torch
 from ase import Atoms
 
-ELECTRONS = ("charge", "spin")  # in `info`
+ELECTRONS = ("charge", "spin")  # keys of `info`
 
 
 class StructureError(ValueError):
-    """A structure that cannot be used: which of those given, and why."""
+    """A structure cannot be used; the message names its index, its formula and the problem."""
 
     def __init__(self, atoms: Atoms, index: int, problem: str) -> None:
         super().__init__(f"structure {index} ({atoms.get_chemical_formula()}): {problem}")
         self.atoms, self.index, self.problem = atoms, index, problem
 
     def __reduce__(self) -> tuple[type["StructureError"], tuple[Atoms, int, str]]:
-        # a worker hands its errors on as pickles, which by default would call with the message alone
+        # Worker processes pickle their errors. By default, unpickling would pass only the message to __init__.
         return StructureError, (self.atoms, self.index, self.problem)
 
     def after(self, start: int) -> "StructureError":
-        """The same for a list in which `start` structures come before those given."""
+        """Return the same error with its index increased by `start`."""
         return StructureError(self.atoms, start + self.index, self.problem)
 
 
 @contextlib.contextmanager
 def in_file(path: str | Path, structures: Sequence[Atoms] | None = None) -> Iterator[None]:
-    """Errors about structures name their file.
+    """Prefix errors about structures with the path of their file.
 
-    structures: all structures of the file, where the error numbers a selection of them; an error about a structure of
-    another file passes unchanged.
+    structures: all structures of the file. Pass them if the code inside works on a selection: the error then gives the
+    index in the file, and an error about a structure of another file is not changed.
     """
     try:
         yield
@@ -50,7 +50,7 @@ def in_file(path: str | Path, structures: Sequence[Atoms] | None = None) -> Iter
 
 
 def as_structures(structures: Atoms | Iterable[Atoms]) -> list[Atoms]:
-    """One structure or many, as a list; what cannot be a structure is refused here."""
+    """Return one or many structures as a list; raise an error for the first invalid one."""
     listed = [structures] if isinstance(structures, Atoms) else list(structures)
     if not listed:
         raise ValueError("no structures were given: the list is empty")
@@ -75,17 +75,17 @@ def _is_number(value: object) -> bool:
 
 
 def system_index(structures: Sequence[Atoms]) -> torch.Tensor:
-    """The index of the structure each atom belongs to, (atom,)."""
+    """Return the index of the structure that each atom belongs to, (atom,)."""
     sizes = torch.tensor([len(atoms) for atoms in structures])
     return torch.repeat_interleave(torch.arange(len(structures)), sizes)
 
 
 def subsample(structures: Sequence[Atoms], count: int) -> list[Atoms]:
-    """So many of them, or all where there are fewer, spread over the whole list."""
+    """Return `count` structures evenly spaced over the list, or all if it has fewer."""
     count = min(count, len(structures))
     return [structures[i * len(structures) // count] for i in range(count)]
 
 
 def electrons(atoms: Atoms) -> dict[str, float]:
-    """Charge and spin of a structure, where some potentials look for them; None says nothing."""
+    """Return the charge and spin stored in `info`; a missing key or None is left out."""
     return {name: float(atoms.info[name]) for name in ELECTRONS if atoms.info.get(name) is not None}

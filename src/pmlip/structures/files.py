@@ -1,4 +1,7 @@
-"""Files of structures with DFT labels: extxyz, ase.db, npz, and whatever else ASE reads, under the names people use."""
+"""Read structures with DFT labels from extxyz, ase.db, npz and all other formats of ASE.
+
+Labels are found under their common names, such as REF_energy or dft_forces.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,8 +23,8 @@ from pmlip.structures.annotations import has_uncertainties, places
 from pmlip.structures.atoms import StructureError, as_structures
 from pmlip.structures.labels import labels
 
-# What a label is called in the wild, the likeliest first. A name that says "reference" wins over a plain one, which may
-# be what some other potential left there.
+# Common names of each label, in order of preference. Reference names come before plain names, because a plain name may
+# hold the prediction of another potential.
 NAMES: Mapping[str, tuple[str, ...]] = {
     "energy": ("REF_energy", "ref_energy", "dft_energy", "DFT_energy", "energy", "free_energy", "total_energy"),
     "forces": ("REF_forces", "ref_forces", "dft_forces", "DFT_forces", "forces", "force"),
@@ -33,20 +36,20 @@ REFERENCES = {name for names in NAMES.values() for name in names if name.lower()
 
 @dataclass(frozen=True)
 class Found:
-    """What a file was found to hold."""
+    """Summary of a file of structures."""
 
     path: Path
     structures: int
     elements: dict[str, int]  # symbol -> atoms
-    atoms: tuple[int, int]  # in the smallest and in the largest structure
-    labels: dict[str, tuple[str, int]]  # label -> its name in the file, and how many structures carry it
-    names: list[str]  # all names in it that could be labels
+    atoms: tuple[int, int]  # number in the smallest and in the largest structure
+    labels: dict[str, tuple[str, int]]  # label -> its name in the file, number of structures that carry it
+    names: list[str]  # all names in the file that could be labels
 
     def require(self, label: str) -> None:
-        """At least one structure must carry it."""
+        """Raise a ValueError unless at least one structure carries the label."""
         if label not in self.labels:
             raise ValueError(
-                f"{self.path}: none of the structures carries {label}; the names in it are: {', '.join(self.names)}. "
+                f"{self.path}: none of the structures carries {label}; names in the file: {', '.join(self.names)}. "
                 f"If one of these holds the {label}, pass its name as {label}_key=...; to train without {label}, pass "
                 f"{label}=0"
             )
@@ -66,10 +69,10 @@ def read_structures(
     forces_key: str | None = None,
     stress_key: str | None = None,
 ) -> tuple[list[Atoms], Found]:
-    """The structures of a file, each with its labels where `pmlip.structures.labels` finds them, and a summary.
+    """Read the structures of a file and return them with a summary; labels are attached as a calculator.
 
-    Without a key, a label is looked for under the names in `NAMES`; a virial (whatever has the word
-    in its name) becomes a stress by division through minus the volume. An error names the file and the structure.
+    Without a key, a label is searched under the names in `NAMES`. A label with "virial" in its name is converted to a
+    stress, -virial / volume. Errors name the file and the structure.
     """
     path = Path(path)
     structures = list(iterate(path))
@@ -88,12 +91,12 @@ def read_structures(
             values = _values(atoms, index, names)
             counts.update(values.keys())
             labelled.append(_with_labels(atoms, values))
-        labels(as_structures(labelled))  # refuses what is not a number, or has the wrong shape
+        labels(as_structures(labelled))  # raises an error for NaN, infinite values and wrong shapes
     except (ValueError, KeyError) as error:
         raise ValueError(f"{path}: {error}") from error
     if not counts:
         raise ValueError(
-            f"{path}: no energies, forces or stresses were found; the names in it are: "
+            f"{path}: no energies, forces or stresses were found; names in the file: "
             f"{', '.join(_available(structures)) or 'none'}. Pass the names of the labels as energy_key=..., "
             "forces_key=..., stress_key=..."
         )
@@ -106,7 +109,7 @@ def read_structures(
 
 
 def iterate(path: str | Path) -> Iterator[Atoms]:
-    """The structures of a file one by one, as they are in it: it may be larger than memory (but for npz)."""
+    """Yield the structures of a file one by one, unchanged; only an npz file must fit into memory."""
     path = Path(path)
     check_file(path)
     try:
@@ -119,14 +122,14 @@ def iterate(path: str | Path) -> Iterator[Atoms]:
         else:
             yield from iread(path, index=":")
     except (UnknownFileTypeError, StopIteration) as error:
-        allowed = "allowed are extxyz, ase.db, npz and ASE's formats"
-        raise ValueError(f"{path}: ASE cannot tell its format; {allowed}") from error
+        allowed = "allowed: extxyz, ase.db, npz and the other formats that ASE reads"
+        raise ValueError(f"{path}: ASE does not recognise its format; {allowed}") from error
     except (OSError, IndexError, AttributeError, RuntimeError, TypeError, ValueError, KeyError) as error:
         raise ValueError(f"{path}: it cannot be read: {error or type(error).__name__}") from error
 
 
 def check_file(path: Path) -> None:
-    """Refuse a file that is not there or is empty."""
+    """Raise an error if the file is missing or empty."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     if path.stat().st_size == 0:
@@ -134,7 +137,7 @@ def check_file(path: Path) -> None:
 
 
 def _read_npz(path: Path) -> Iterator[Atoms]:
-    """Structures of one composition: positions (structure, atom, 3), cells, symbols or numbers, energies, forces."""
+    """Yield structures of one composition from positions (structure, atom, 3), symbols or numbers, cells and labels."""
     with np.load(path) as arrays:
         content = dict(arrays)
     plural = {"energies": "energy", "cells": "cell", "stresses": "stress", "atomic_numbers": "numbers"}
@@ -146,17 +149,17 @@ def _read_npz(path: Path) -> Iterator[Atoms]:
         )
     kinds = content["symbols"].tolist() if "symbols" in content else content["numbers"]
     count, form = len(content["positions"]), content["positions"].shape[1:]
-    if "cell" in content and content["cell"].shape == (3, 3):  # one for all
+    if "cell" in content and content["cell"].shape == (3, 3):  # one cell for all structures
         content["cell"] = np.broadcast_to(content["cell"], (count, 3, 3))
     for name in ("cell", *LABELS):
         if name in content and content[name].shape[:1] != (count,):
-            raise ValueError(f"it holds {count} structures, but {name} of shape {content[name].shape}")
+            raise ValueError(f"{name} has shape {content[name].shape}, but positions holds {count} structures")
     known = {"positions", "cell", "symbols", "numbers", *LABELS}
     others = {name: value for name, value in content.items() if name not in known and value.shape[:1] == (count,)}
     for index, positions in enumerate(content["positions"]):
         cell = content["cell"][index] if "cell" in content else None
         atoms = Atoms(kinds, positions, cell=cell, pbc=cell is not None)
-        for name, values in others.items():  # labels under other names may be among them
+        for name, values in others.items():  # may include labels under other names
             if values.shape[1:] == form:
                 atoms.set_array(name, values[index])
             else:
@@ -165,13 +168,15 @@ def _read_npz(path: Path) -> Iterator[Atoms]:
 
 
 def _name(label: str, key: str | None, structures: Sequence[Atoms]) -> str | None:
-    """The name of a label in these structures."""
+    """Return the name under which the structures carry a label, or None."""
     available = _available(structures)
     if key is not None:
         if key in available:
             return key
         hint = did_you_mean(key, available)
-        raise ValueError(f"nothing in it is called {key!r}; the names are: {', '.join(available) or 'none'}{hint}")
+        raise ValueError(
+            f"{label}_key={key!r} is not in the file; names in the file: {', '.join(available) or 'none'}{hint}"
+        )
     return next((name for name in _candidates(label) if name in available), None)
 
 
@@ -180,7 +185,10 @@ def _candidates(label: str) -> tuple[str, ...]:
 
 
 def _refuse_second_name(label: str, name: str | None, structures: Sequence[Atoms]) -> None:
-    """Of a file put together from others, some may carry a label under another name: those must not go unseen."""
+    """Raise an error if a structure carries the label under another name only, so that no label is silently ignored.
+
+    Files that were concatenated from several sources have this problem.
+    """
     for index, atoms in enumerate(structures):
         own = _available([atoms])
         other = None if name in own else next((candidate for candidate in _candidates(label) if candidate in own), None)
@@ -188,15 +196,18 @@ def _refuse_second_name(label: str, name: str | None, structures: Sequence[Atoms
             raise StructureError(
                 atoms,
                 index,
-                f"its {label} is called {other!r}, in other structures {name!r}; use one name for all, or choose one "
-                f"with {label}_key=...",
+                f"its {label} is named {other!r}, but in other structures {name!r}; use one name for all, or choose "
+                f"one with {label}_key=...",
             )
 
 
 def _without_predictions(
     names: Mapping[str, str | None], given: Mapping[str, str | None], structures: Sequence[Atoms]
 ) -> dict[str, str | None]:
-    """What has a plain name beside uncertainties is probably a prediction: it is no label, unless it was named."""
+    """Drop labels that are probably predictions: a plain name, not given as a key, in a file with uncertainties.
+
+    Raises an error if no label remains.
+    """
     with_uncertainties = [index for index, atoms in enumerate(structures) if has_uncertainties(atoms)]
     found = [label for label, name in names.items() if name]
     plain = [label for label in found if given[label] is None and names[label] not in REFERENCES]
@@ -214,7 +225,7 @@ def _without_predictions(
 
 
 def _available(structures: Sequence[Atoms]) -> list[str]:
-    """All names under which the structures carry anything that could be a label."""
+    """Return all names under which the structures carry a value that could be a label."""
     names: dict[str, None] = {}
     for atoms in structures:
         for place in places(atoms):
@@ -223,7 +234,7 @@ def _available(structures: Sequence[Atoms]) -> list[str]:
 
 
 def _values(atoms: Atoms, index: int, names: Mapping[str, str | None]) -> dict[str, Any]:
-    """The labels one structure carries, in ASE's units and signs."""
+    """Return the labels of one structure in ASE's units and sign convention."""
     values = {}
     for label, name in names.items():
         found = next((place[name] for place in places(atoms) if name is not None and name in place), None)
@@ -232,7 +243,7 @@ def _values(atoms: Atoms, index: int, names: Mapping[str, str | None]) -> dict[s
         try:
             value = np.asarray(found, dtype=float)
         except (TypeError, ValueError) as error:
-            raise StructureError(atoms, index, f"its {name!r} is {found!r}, which is not numbers") from error
+            raise StructureError(atoms, index, f"its {name!r} is {found!r}, which is not numeric") from error
         values[label] = _CHECKS[label](value, atoms, index, str(name))
     return values
 
@@ -256,7 +267,7 @@ def _stress(value: np.ndarray, atoms: Atoms, index: int, name: str) -> np.ndarra
         raise StructureError(atoms, index, f"its {name!r} must have 6 or 9 numbers, got shape {value.shape}")
     if "virial" in name.lower():
         if atoms.cell.rank < 3:
-            raise StructureError(atoms, index, f"its {name!r} cannot become a stress without a cell")
+            raise StructureError(atoms, index, f"its {name!r} cannot be converted to a stress without a full cell")
         value = -value / atoms.cell.volume
     return value
 

@@ -1,4 +1,4 @@
-"""The labels that structures carry, as tensors."""
+"""Labels of structures as tensors."""
 
 import hashlib
 import itertools
@@ -15,10 +15,10 @@ from pmlip.structures.atoms import StructureError, as_structures, electrons, sys
 
 
 def labels(structures: Atoms | Iterable[Atoms]) -> Outputs:
-    """Energy (system,), forces (atom, 3) and stress (system, 6) that the structures carry, in double precision.
+    """Return energy (system,), forces (atom, 3) and stress (system, 6) of the structures, in double precision.
 
-    Taken from each structure's calculator results, as ASE's readers leave them there. NaN stands for a label that is
-    not there; a label that is there but is NaN or infinite is an error.
+    They are read from the calculator results of each structure, where ASE's readers store them. A missing label is NaN;
+    a label whose value is NaN or infinite raises an error.
     """
     listed = as_structures(structures)
     energy = np.full(len(listed), np.nan)
@@ -37,7 +37,7 @@ def labels(structures: Atoms | Iterable[Atoms]) -> Outputs:
             if name in LABELS and not np.isfinite(value).all():
                 raise StructureError(atoms, index, f"its label {name!r} is NaN or infinite")
         energy[index] = results.get("energy", np.nan)
-        if "stress" in results and atoms.cell.rank == 3:  # without a cell it means nothing
+        if "stress" in results and atoms.cell.rank == 3:  # a stress needs a cell
             given = np.asarray(results["stress"], dtype=float)
             stress[index] = full_3x3_to_voigt_6_stress(given) if given.shape == (3, 3) else given
         given = np.asarray(results.get("forces", np.full((len(atoms), 3), np.nan)), dtype=float)
@@ -48,22 +48,22 @@ def labels(structures: Atoms | Iterable[Atoms]) -> Outputs:
     return Outputs({name: torch.from_numpy(value) for name, value in named.items()}, system_index(listed))
 
 
-def _asked(structures: Sequence[Atoms], name: str) -> torch.Tensor:
-    """Which structures can carry a label: without a cell there is no stress."""
+def _can_carry(structures: Sequence[Atoms], name: str) -> torch.Tensor:
+    """Return a mask of the structures for which the label is defined: a stress needs a cell."""
     return torch.tensor([name != "stress" or atoms.cell.rank == 3 for atoms in structures])
 
 
 def check_labels(structures: Sequence[Atoms], found: Outputs, names: Sequence[str], *, missing: bool) -> None:
-    """Require forces and, unless labels may be missing, that all structures carry the same ones of these labels.
+    """Raise an error if no structure carries forces, or if only some structures carry one of these labels.
 
-    found: the labels of the structures.
+    found: the labels of the structures. missing: whether a label may be missing on some structures.
     """
     for name in names:
-        asked = _asked(structures, name)
-        lacking = [index for index in _lacking(found, name).tolist() if asked[index]]
-        count = int(asked.sum()) - len(lacking)
+        possible = _can_carry(structures, name)
+        lacking = [index for index in _lacking(found, name).tolist() if possible[index]]
+        count = int(possible.sum()) - len(lacking)
         if name == "forces" and count == 0:
-            raise ValueError("none of the structures carries forces, and without them there is little to learn from")
+            raise ValueError("none of the structures carries forces; to train without forces, pass forces=0")
         if not missing and count and lacking:
             index = lacking[0]
             raise StructureError(
@@ -75,25 +75,25 @@ def check_labels(structures: Sequence[Atoms], found: Outputs, names: Sequence[st
 
 
 def require_labels(structures: Sequence[Atoms], names: Sequence[str]) -> None:
-    """Every structure must carry these."""
+    """Raise an error for the first structure that lacks one of these labels."""
     found = labels(structures)
     for name in names:
         if len(lacking := _lacking(found, name)):
             index = int(lacking[0])
             raise StructureError(
-                structures[index], index, f"it carries no {name}, which every structure must do here; remove it"
+                structures[index], index, f"it carries no {name}, which every structure needs here; remove it"
             )
 
 
 def _lacking(found: Outputs, name: str) -> torch.Tensor:
-    """Which structures do not carry the whole of a label."""
+    """Return the indices of structures whose label is missing or incomplete."""
     entries = found[name].isfinite()
     rows = entries.flatten(1).all(-1) if entries.dim() > 1 else entries
     return (found.system[~rows] if name in PER_ATOM else (~rows).nonzero().flatten()).unique()
 
 
 def fingerprint(structures: Sequence[Atoms], found: Outputs | None = None) -> str:
-    """A hash that identifies structures, together with their labels where these are given."""
+    """Return a hash of the structures, and of their labels if given."""
     digest = hashlib.sha256()
     for atoms in structures:
         for array in (atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc):
@@ -107,7 +107,7 @@ def fingerprint(structures: Sequence[Atoms], found: Outputs | None = None) -> st
 
 
 def split(found: Outputs) -> list[Outputs]:
-    """Labels structure by structure."""
+    """Split the labels of a batch into one `Outputs` per structure."""
     sizes = found.atoms_per_system.tolist()
     named: dict[str, Sequence[torch.Tensor]] = {
         name: value.split(sizes) if name in PER_ATOM else value.split(1) for name, value in found.items()
@@ -118,7 +118,7 @@ def split(found: Outputs) -> list[Outputs]:
 
 
 def join(parts: Sequence[Outputs]) -> Outputs:
-    """Labels of several batches as those of one."""
+    """Concatenate the labels of several batches."""
     system = torch.cat([part.system + start for part, start in zip(parts, _starts(parts), strict=True)])
     return Outputs({name: torch.cat([part[name] for part in parts]) for name in parts[0]}, system)
 

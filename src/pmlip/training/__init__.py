@@ -1,1 +1,1 @@
-"""Fine-tuning: settings, the loss, the optimiser, the loop, and what a run keeps on disk."""
+"""Fine-tuning: settings, loss, optimiser, training loop, and the saved state of a run."""

@@ -1,4 +1,4 @@
-"""Before the first step of a fine-tuning: check the labels, fit energy offsets, measure the errors."""
+"""Preparation of fine-tuning: check the labels, fit energy offsets, measure the errors."""
 
 import torch
 
@@ -11,7 +11,7 @@ from pmlip.training.config import FinetuneConfig
 
 
 def check_validation(valid: LabelledStructures, config: FinetuneConfig) -> None:
-    """Require that validation structures carry the labels that are learned."""
+    """Raise ValueError if validation structures lack labels that the run trains on."""
     if not any(bool(valid.labels[name].isfinite().any()) for name in config.learned):
         raise ValueError(
             f"the validation structures carry none of {', '.join(config.learned)}; Atoms.copy() drops labels"
@@ -27,7 +27,7 @@ def check_validation(valid: LabelledStructures, config: FinetuneConfig) -> None:
 def prepare(
     model: Method, train: LabelledStructures, config: FinetuneConfig
 ) -> tuple[dict[int, float], dict[str, float]]:
-    """Move energy offsets into the backbone; gives them, and the MAE of each label before fine-tuning."""
+    """Fit energy offsets and add them to the backbone; returns them and the MAE of each label before fine-tuning."""
     target, outputs = train.labels, model.predict(train.structures, chunk_atoms=FIXED_ATOMS)
     offsets: dict[int, float] = {}
     energy = outputs.energy.double()
@@ -42,7 +42,7 @@ def prepare(
     for name, error in errors.items():
         present = error[error.isfinite()]
         if len(present) and config.weights[name] > 0:
-            # an error of zero would make the weight infinite: the model knows these labels already
+            # the lower limit keeps the loss weight finite if the model already reproduces the labels
             scales[name] = max(float(present.abs().mean()), 1e-6)
     if not scales:
         raise ValueError("nothing to train on: no label present has a non-zero weight")

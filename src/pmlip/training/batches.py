@@ -1,4 +1,4 @@
-"""Structures converted for training: graphs and label tensors, each made once and kept."""
+"""Graphs and label tensors of structures, made once and cached."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from pmlip.samples import Outputs, tensors
 from pmlip.structures.labels import join, labels, split
 from pmlip.structures.rotation import rotated
 
-GRAPH_MEMORY = 2 * 2**30  # bytes of graphs to keep; the graphs of further structures are built again for each batch
+GRAPH_MEMORY = 2 * 2**30  # bytes of cached graphs; the graphs of further structures are rebuilt for each batch
 
 
 @dataclass(frozen=True)
 class LabelledBatch:
-    """Structures as a graph of a backbone, with their labels."""
+    """The graph of a batch of structures, and their labels."""
 
     graph: Graph
     labels: Outputs
 
 
 class LabelledStructures:
-    """Structures whose labels are converted once, and whose graphs are built once while memory allows."""
+    """Structures with cached labels and graphs; `memory` limits the size of the graphs in bytes."""
 
     def __init__(self, structures: Sequence[Atoms], *, memory: int = GRAPH_MEMORY) -> None:
         self.structures = list(structures)
@@ -36,7 +36,7 @@ class LabelledStructures:
         return len(self.structures)
 
     def build_graphs(self, backbone: Backbone) -> None:
-        """Build every graph now, so that training does not stop at a structure that the potential cannot take."""
+        """Build every graph now, so that a structure the backbone does not support fails before training."""
         for index in range(len(self)):
             self._graph(backbone, index)
 

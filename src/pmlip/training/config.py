@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def setting(default: T, help: str, *, group: str = "Expert") -> T:
-    """A field with a default; the command line shows its help in the panel named `group`."""
+    """A dataclass field with a default and a help text; the command line shows it in the panel `group`."""
     return dataclasses.field(default=default, metadata={"help": help, "group": group})
 
 
@@ -130,11 +130,11 @@ class FinetuneConfig:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         for name in ("balance", "warm_up", "last_rate", "common_energy"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is a share, between 0 and 1, got {getattr(self, name)}")
+                raise ValueError(f"{name} must lie between 0 and 1, got {getattr(self, name)}")
         for name in ("average", "second_moment"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
-        from pmlip import losses  # needs torch, which the help of the command line can do without
+        from pmlip import losses  # imported here, because it imports torch, which the command line's help does not need
 
         losses.check_weights(self.weights, allowed=dict.fromkeys(LABELS))
 
@@ -144,11 +144,11 @@ class FinetuneConfig:
 
     @property
     def learned(self) -> list[str]:
-        """The labels that have a weight."""
+        """Labels with a non-zero weight."""
         return [name for name, weight in self.weights.items() if weight > 0]
 
     def steps_for(self, structures: int) -> int:
-        """Steps in all for a training set of this size."""
+        """Total number of steps for a training set of this size."""
         if self.steps is not None:
             return self.steps
         per_epoch = math.ceil(structures / self.batch)

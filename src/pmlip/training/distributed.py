@@ -1,4 +1,4 @@
-"""The processes of a run: one, or those that torchrun started."""
+"""Data-parallel training: a single process, or the processes started by torchrun."""
 
 import math
 import os
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Processes:
-    """The rank of this process, how many there are, and the device of this one."""
+    """Device and rank of this process, and the number of processes."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     rank: int = 0
@@ -23,16 +23,16 @@ class Processes:
 
     @classmethod
     def start(cls, device: str) -> "Processes":
-        """Join the processes that torchrun started, each with its own GPU on a machine that has them.
+        """Join the process group if torchrun started this process; with device="cuda", each process has its own GPU.
 
-        device: the device of a single process, or the kind of device for all.
+        device: the device of a single process, or the type of device of all processes.
         """
         count = int(os.environ.get("WORLD_SIZE", "1"))
         if count == 1:
             return cls(torch.device(device))
         kind, _, index = device.partition(":")
         if index:
-            raise ValueError(f"torchrun gives each process its own device: give device={kind!r}, not {device!r}")
+            raise ValueError(f"torchrun assigns a device to each process: pass device={kind!r}, not {device!r}")
         local = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device(kind)
         if kind == "cuda":
             torch.cuda.set_device(local)
@@ -40,17 +40,17 @@ class Processes:
         return cls(local, distributed.get_rank(), count)
 
     def stop(self) -> None:
-        """Leave the group of processes."""
+        """Leave the process group."""
         if self.count > 1:
             distributed.destroy_process_group()
 
     @property
     def share(self) -> slice:
-        """The part of a batch that this process works on."""
+        """The part of a batch that this process computes."""
         return slice(self.rank, None, self.count)
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Add up the gradients of all processes."""
+        """Sum gradients over all processes, in place."""
         if self.count == 1:
             return
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -60,7 +60,7 @@ class Processes:
             gradient.copy_(part.view_as(gradient))
 
     def sum_terms(self, terms: dict[str, float]) -> dict[str, float]:
-        """Add up the terms of all processes."""
+        """Loss terms summed over all processes."""
         if self.count == 1:
             return terms
         values = torch.tensor(list(terms.values()), dtype=torch.float64, device=self.device)
@@ -68,9 +68,9 @@ class Processes:
         return dict(zip(terms, values.tolist(), strict=True))
 
     def gather_batch(self, own: Tensor, size: int) -> Tensor:
-        """The values (..., structure) of a whole batch of `size` structures, of which each process has its share.
+        """Values (..., structure) of a whole batch of `size` structures, gathered from the shares of all processes.
 
-        Gradients flow to the values of this process alone. All processes must call it, also one without structures.
+        Gradients flow only to the values of this process. All processes must call this, even without structures.
         """
         if self.count == 1:
             return own
@@ -83,7 +83,7 @@ class Processes:
         return whole
 
     def broadcast(self, value: T) -> T:
-        """The value of the first process, in all of them."""
+        """The value of process 0, on every process."""
         if self.count == 1:
             return value
         holder = [value]

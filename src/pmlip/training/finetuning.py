@@ -1,4 +1,4 @@
-"""Fine-tuning: one plain loop. It is deterministic, resumes where it was stopped, and runs on one process or many."""
+"""The training loop: deterministic, resumable, on one or several processes."""
 
 import copy
 import math
@@ -37,29 +37,29 @@ from pmlip.training.run_state import (
     write_state,
 )
 
-DEFAULT_ERROR = 0.05  # eV/Å, where forces are not learned
-ZERO_SHARE = 0.01  # learning rate of the energy offsets of samples, in units of the energy error before fine-tuning
+DEFAULT_ERROR = 0.05  # eV/Å, force error to assume if forces are not trained on
+ZERO_SHARE = 0.01  # learning rate of the sample energy offsets, relative to the energy error before fine-tuning
 STRUCTURES_FOR_OFFSETS, SAMPLES_FOR_OFFSETS = 64, 32
-SAVE_EVERY = 60.0  # seconds between two saves of the state of a run
+SAVE_EVERY = 60.0  # seconds between saves of the run state
 
 
 @dataclass(frozen=True)
 class Finetuned:
-    """How a run went; for a model of several parts, the first part, with the costs of all."""
+    """Summary of a run. For a model of several parts: values of the first part, with the total cost of all."""
 
     steps: int
-    passes: int  # structures times samples through the network and back
-    validation: dict[str, float]  # scores of the weights that were kept: "valid", and by label; empty without data
-    offsets: dict[int, float]  # eV per atom of each element, moved into the backbone's references
+    passes: int  # forward and backward passes: structures times samples
+    validation: dict[str, float]  # scores of the kept weights: "valid", and by label; empty without validation data
+    offsets: dict[int, float]  # eV per atom by atomic number, added to the reference energies of the backbone
     scales: dict[str, float]  # mean absolute error of each label before fine-tuning
-    noise_rate: float  # learning rate of the parameters that the method added
+    noise_rate: float  # learning rate of the parameters that the method adds
     log: list[dict[str, float]] = field(repr=False)
     seconds: float = 0.0
 
     def history(self, config: FinetuneConfig) -> History:
-        """What the file of the model keeps of it."""
-        titled = {"score" if name == "valid" else name.removeprefix("valid_"): x for name, x in self.validation.items()}
-        measured = environment()
+        """The history to store in the model file."""
+        scores = {"score" if name == "valid" else name.removeprefix("valid_"): x for name, x in self.validation.items()}
+        run_on = environment()
         return History(
             config=asdict(config),
             energy_offsets=config.offsets,
@@ -69,10 +69,10 @@ class Finetuned:
             offsets=self.offsets,
             error_before=self.scales,
             noise_rate=self.noise_rate,
-            validation=titled,
+            validation=scores,
             validation_curve=[line for line in self.log if "valid" in line],
-            versions=measured["versions"],
-            machine=measured["machine"],
+            versions=run_on["versions"],
+            machine=run_on["machine"],
         )
 
 
@@ -88,10 +88,10 @@ def finetune(
 ) -> Finetuned:
     """Fine-tune a model in place on structures with labels.
 
-    The loss measures each label in units of its error before fine-tuning, which balances energies and forces. The
-    averaged weights with the best validation score are kept (without a validation set, the last). With a folder, the
-    state of the run is saved there in `last.pt`: called again with the same data and settings, an interrupted run
-    resumes and ends with the same weights. `progress(step, steps, latest)` is called after every step.
+    The loss scales each label by its error before fine-tuning, which balances energies and forces. The averaged weights
+    with the best validation score are kept (without validation data, the last ones). If `folder` is given, the run
+    saves its state there in `last.pt`. An interrupted run called again with the same data and settings resumes, and
+    ends with the same weights. `progress(step, steps, latest)` is called after every step.
     """
     config = config or FinetuneConfig()
     learner = model.learner()
@@ -103,9 +103,9 @@ def finetune(
     if learner.trains_on_samples and config.samples < 2:
         raise ValueError(f"a spread is learned from at least 2 samples, got samples={config.samples}")
     if learner.needs_validation and not held_out:
-        raise ValueError("this method fits its widths to validation data, and none were given")
+        raise ValueError("this method fits its widths to validation data; pass structures as valid=...")
     processes = processes or Processes(next(model.parameters()).device)
-    model.history = model.calibration = None  # they told of the model before
+    model.history = model.calibration = None  # they describe the weights before this run
     runs: list[Finetuned] = []
     parts = learner.parts()
     if folder:
@@ -117,7 +117,7 @@ def finetune(
                 progress(before * steps + step, len(parts) * steps, latest)
 
         place = folder_of_part(Path(folder), number, parts=len(parts)) if folder else None
-        own = replace(config, seed=config.seed * len(parts) + number)  # no two seeds share a part
+        own = replace(config, seed=config.seed * len(parts) + number)  # unique for each pair of seed and part
         runs.append(_Run(part, data, held_out, own, place, processes).to_the_end(show))
     if held_out:
         learner.fit_on_validation(held_out.structures)
@@ -127,9 +127,9 @@ def finetune(
 
 
 def seconds_per_step(model: Method, train: Sequence[Atoms], config: FinetuneConfig, processes: Processes) -> float:
-    """Time of the second step, since the first includes one-time costs. The model is not changed."""
+    """Time of one step: of the second, since the first includes one-time costs. The model does not change."""
     part = copy.deepcopy(model.learner().parts()[0])
-    some = LabelledStructures(subsample(train, 8 * config.batch))  # measuring the errors of many takes long
+    some = LabelledStructures(subsample(train, 8 * config.batch))  # measuring the errors of all structures takes long
     run = _Run(part, some, None, replace(config, offsets=False), None, processes)
     part.train()
     run._train_step()
@@ -139,7 +139,7 @@ def seconds_per_step(model: Method, train: Sequence[Atoms], config: FinetuneConf
 
 
 class _Run:
-    """One fine-tuning, from its start or from where it was stopped."""
+    """One fine-tuning run, new or resumed."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class _Run:
         self.best_state: dict[str, Tensor] = {}
         self.identity = self._identity()
         stored = read_state(self.state_file, self.identity) if self.state_file else None
-        stored = processes.broadcast(stored)  # the others may have no access to its files
+        stored = processes.broadcast(stored)  # other machines may not see this file
         if stored:
             self.offsets, self.scales, self.noise_rate = stored["offsets"], stored["scales"], stored["noise_rate"]
         else:
@@ -173,7 +173,7 @@ class _Run:
             self._restore(stored)
 
     def _identity(self) -> dict[str, Any]:
-        """What must be the same for a run to be resumed."""
+        """Everything that must be unchanged for a run to resume."""
         model, train, valid = self.model, self.train, self.valid
         made_from = {"method": type(model).__name__, "origin": asdict(model.origin), "settings": model.settings()}
         return {
@@ -184,7 +184,7 @@ class _Run:
         }
 
     def _prepare(self) -> None:
-        """Fit energy offsets, measure the errors, and initialise the parameters that the method added."""
+        """Fit energy offsets, measure the errors, and initialise the parameters that the method adds."""
         self.offsets, self.scales = prepare(self.model, self.train, self.config)
         how = Initialisation(
             error=self.scales.get("forces", DEFAULT_ERROR),
@@ -194,15 +194,17 @@ class _Run:
             learns_energy="energy" in self.scales,
             seed=self.config.seed,
         )
-        self.noise_rate = float(f"{self.learner.initialise(self.train.structures, how):.2g}")  # as printed
-        if self.processes.count > 1:  # sums on a GPU differ in their last digits
+        self.noise_rate = float(
+            f"{self.learner.initialise(self.train.structures, how):.2g}"
+        )  # rounded, so that the printed value reproduces the run
+        if self.processes.count > 1:  # sums on a GPU are not bitwise reproducible
             measured = (self.offsets, self.scales, self.noise_rate)
             self.offsets, self.scales, self.noise_rate = self.processes.broadcast(measured)
             state = {name: x.cpu() for name, x in self.model.state_dict().items()}
             self.model.load_state_dict(self.processes.broadcast(state))
 
     def _rates(self) -> list[tuple[list[nn.Parameter], float]]:
-        """The trained parameters and their learning rates."""
+        """Groups of trained parameters and their learning rates."""
         new, zero = self.learner.new_parameters(), self.learner.energy_parameters()
         ids = {id(parameter) for parameter in (*new, *zero)}
         own = [p for p in self.model.parameters() if id(p) not in ids and p.requires_grad]
@@ -220,7 +222,7 @@ class _Run:
         }
         if self.step:
             progress(self.step, self.steps, {})
-        # no gradients for parameters that are not trained
+        # skip the gradients of parameters that are not trained
         trained = {id(parameter) for parameter in self.optimiser.parameters}
         frozen = [p for p in self.model.parameters() if p.requires_grad and id(p) not in trained]
         for parameter in frozen:
@@ -256,12 +258,12 @@ class _Run:
         )
 
     def _fit_energies(self) -> dict[str, float]:
-        """Fit the energy offsets of samples and elements to the kept weights; gives their validation scores."""
+        """Fit the energy offsets of samples and elements to the kept weights; returns the validation scores."""
         best = next((line for line in self.log if line.get("valid") == self.best), {})
         validation = {name: value for name, value in best.items() if name.startswith("valid")}
         if "energy" not in self.scales:
             return validation
-        # the curvature moves the mean of the samples, which fitting offsets corrects
+        # fit the curvature only with offsets: it shifts the sample mean, and fitting offsets corrects the shift
         fitted = self.learner.fit_energy_zero(self.train.structures, curved=self.config.offsets)
         if self.config.offsets:
             self._fit_offsets_again()
@@ -269,15 +271,18 @@ class _Run:
         return self._scores(self.model, zero_counts=True) if changed and self.valid else validation
 
     def _fit_offsets_again(self) -> None:
-        """Training shifts all energies together by more than they differ from the labels."""
+        """Correct the mean energy error of the kept weights with one offset per atom.
+
+        Training shifts all energies together by more than their other errors.
+        """
         labelled = [self.train.structures[i] for i in self.train.labels.energy.isfinite().nonzero().flatten().tolist()]
         some = subsample(labelled, STRUCTURES_FOR_OFFSETS)
         count = self.model.fixed_samples or SAMPLES_FOR_OFFSETS
         _, mean = self.model.sample_with_mean(some, samples=count, seed=SEED_OF_FIT, chunk_atoms=FIXED_ATOMS)
-        # one number for all elements: these structures say too little about a rare one
-        moved = float(((labels(some).energy - mean.energy.double()) / mean.atoms_per_system).mean())
-        self.model.backbone.shift_all(moved)
-        self.offsets = {number: offset + moved for number, offset in self.offsets.items()}
+        # one offset for all elements: so few structures do not determine the offset of a rare element
+        shift = float(((labels(some).energy - mean.energy.double()) / mean.atoms_per_system).mean())
+        self.model.backbone.shift_all(shift)
+        self.offsets = {number: offset + shift for number, offset in self.offsets.items()}
 
     @property
     def _out_of_patience(self) -> bool:
@@ -294,7 +299,7 @@ class _Run:
         if self.rotate:
             data = data.rotated(chosen, [random_rotation(random) for _ in chosen])
             chosen = list(range(len(chosen)))
-        # every process draws for the whole batch and takes its share, so results do not depend on their number
+        # every process draws for the whole batch and uses its share: results do not depend on the number of processes
         generator = torch.Generator().manual_seed(int(random.integers(2**62)))
         draws = self.objective.draw(len(chosen), generator)
         share, whole = chosen[self.processes.share], data.labels_of(chosen)
@@ -313,7 +318,7 @@ class _Run:
                     raise
                 raise MemoryError(
                     f"a step of {len(batch.graph.rows['node'])} atoms with {config.samples} samples each does not fit "
-                    "into memory; run the samples one by one with chunk=1, or use a smaller batch"
+                    "in memory; run the samples one by one with chunk=1, or lower the batch size with batch=..."
                 ) from error
         else:
             self.objective.without_structures(whole)
@@ -330,7 +335,7 @@ class _Run:
         return self.objective.scores(model, self.valid.structures, part, self.valid.labels, zero_counts=zero_counts)
 
     def _validate(self) -> dict[str, float]:
-        """Score the averaged weights; keep them if none were better."""
+        """Score the averaged weights on the validation data; keep a copy if they are the best so far."""
         averaged = self.optimiser.averaged
         assert isinstance(averaged, Method)
         scores = self._scores(averaged, zero_counts=not self.config.offsets)

@@ -1,4 +1,4 @@
-"""The loss of a fine-tuning: the CRPS of samples, each label in units of its error before fine-tuning."""
+"""The training loss: the CRPS of samples, with each label scaled by its error before fine-tuning."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,12 +15,15 @@ from pmlip.training.distributed import Processes
 
 
 class Objective:
-    """scales: mean absolute error of each label before fine-tuning.
+    """The loss of a training step, and the scores of validation data.
 
-    A step that changes forces shifts all energies together by more than they differ from their labels. Pulling them
-    back would cost the forces, and the common offset is fitted at the end, so most of the batch-mean energy error is
-    left out. Early in training, noise scatters energies so widely that samples hardly pull their mean to the label;
-    so energies, and with them forces, are also scored without noise.
+    scales: mean absolute error of each label before fine-tuning.
+
+    Two terms need an explanation. First, a step that changes forces shifts all energies together by more than their
+    other errors. Correcting this shift in the loss would cost force accuracy, and a common offset is fitted at the end.
+    So the batch-mean energy error enters the loss with the small factor `common_energy`. Second, early in training the
+    energies of samples spread so widely that their gradient hardly moves the mean towards the label. So energies and
+    forces of the noise-free prediction are scored too.
     """
 
     def __init__(
@@ -35,25 +38,25 @@ class Objective:
         self.point_weights = {name: weight for name, weight in point.items() if weight and learned}
 
     def draw(self, systems: int, generator: torch.Generator) -> Tensor:
-        """Draws for a training step, and one of zeros where the prediction without noise is scored too."""
+        """Draws for a training step; the last draw is zero if the noise-free prediction is scored too."""
         draws = self.learner.draw(self.samples, systems, generator)
         return torch.cat([draws, torch.zeros_like(draws[:1])]) if self.point_weights else draws
 
     @property
     def chunk(self) -> int | None:
-        """Samples in one pass; None: all, with the one without noise."""
+        """Samples per pass; None: all samples and the noise-free prediction in one pass."""
         given = self.config.chunk
         return None if given is None or given >= self.samples else given
 
     @property
     def passes(self) -> int:
-        """Passes of each structure in a step."""
+        """Forward passes per structure and step."""
         return self.samples + bool(self.point_weights)
 
     def loss(self, part: Outputs, whole: Outputs, outputs: Mapping[str, Tensor]) -> losses.Loss:
         """The loss of a batch, with gradients for the share of this process.
 
-        part, whole: labels of the share and of the batch.
+        part: labels of the share of this process. whole: labels of the batch.
         """
         energies = self.processes.gather_batch(outputs["energy"].double(), whole.systems)
         common = self.config.common_energy if self.config.offsets else 1.0
@@ -66,20 +69,21 @@ class Objective:
             error = self._score(self.point_weights, part, whole, point, alone, fairness=1.0, common=common)
             loss = loss._replace(total=loss.total + error.total)
         penalty = self.learner.penalty()
-        sharers = min(self.processes.count, whole.systems)  # processes that have structures
+        sharers = min(self.processes.count, whole.systems)  # number of processes with structures
         return loss if penalty is None else loss._replace(total=loss.total + penalty / sharers)
 
     def without_structures(self, whole: Outputs) -> None:
-        """Take part in a batch that is too small for all processes."""
+        """Join the collective call in `loss` from a process without structures in this batch."""
         none = torch.zeros(self.passes, 0, dtype=torch.float64, device=self.processes.device)
         self.processes.gather_batch(none, whole.systems)
 
     def scores(
         self, model: Method, valid: Sequence[Atoms], part: Outputs | None, whole: Outputs, *, zero_counts: bool
     ) -> dict[str, float]:
-        """Scores of a model on validation data; zero_counts: whether a common energy offset counts.
+        """Scores of a model on validation data.
 
-        part: labels of the share of this process; None: it has none.
+        part: labels of the share of this process; None: the share is empty. whole: labels of all structures.
+        zero_counts: whether an energy error common to all structures counts.
         """
         count = model.fixed_samples or self.config.validation_samples
         outputs: Mapping[str, Tensor] = {"energy": torch.zeros(count, 0, dtype=torch.float64)}
@@ -94,7 +98,7 @@ class Objective:
         return {"valid": self.total(terms), **{f"valid_{name}": value for name, value in terms.items()}}
 
     def summed(self, loss: losses.Loss | None) -> dict[str, float]:
-        """The terms of the whole batch; None: this process had no structures."""
+        """Loss terms of the whole batch. loss=None: this process has no structures."""
         own = {} if loss is None else loss.terms
         return self.processes.sum_terms({name: float(own.get(name, 0.0)) for name in self.weights})
 
@@ -112,7 +116,10 @@ class Objective:
         fairness: float,
         common: float,
     ) -> losses.Loss:
-        """Forces and stress of the share of this process; energies, which share an offset, of the whole batch."""
+        """CRPS of the forces and stress of this process's share, and of the energies of the whole batch.
+
+        Energies need the whole batch because `common` scales the error of their mean.
+        """
         carriers = losses.count_carriers(whole)
         total, terms = torch.zeros((), dtype=torch.float64, device=energies.device), dict[str, Tensor]()
         others = {name: weight for name, weight in weights.items() if name != "energy"}
@@ -129,6 +136,6 @@ class Objective:
                 common_energy=common,
             )
             total = total + scored.total
-            if self.processes.rank == 0:  # once for all processes
+            if self.processes.rank == 0:  # terms are summed over processes later
                 terms |= scored.terms
         return losses.Loss(total, terms)

@@ -1,4 +1,4 @@
-"""The steps of a fine-tuning: AdamW with a learning rate per group, and the running average of the weights."""
+"""AdamW with a learning rate per parameter group, and a running average of the weights."""
 
 import math
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from pmlip.training.config import FinetuneConfig
 
 
 class Optimiser:
-    """Everything that changes the weights of a model; a run keeps their running average.
+    """Updates the weights of a model and their running average.
 
-    rates: groups of parameters, each with its largest learning rate.
+    rates: groups of parameters, each with its peak learning rate.
     """
 
     def __init__(
@@ -28,7 +28,9 @@ class Optimiser:
         self.config, self.steps = config, steps
         self.parameters = [parameter for parameters, _ in rates for parameter in parameters]
         if not self.parameters:
-            raise ValueError("there is nothing to train: the backbone is frozen, and this method adds no parameters")
+            raise ValueError(
+                "nothing to train: the backbone is frozen and this method adds no parameters; use freeze_backbone=False"
+            )
         self.model = model
         self._average = AveragedModel(model, multi_avg_fn=self._average_weights)
         groups = [{"params": parameters, "lr": rate, "rate": rate} for parameters, rate in rates if parameters]
@@ -44,29 +46,29 @@ class Optimiser:
             parameter.grad = torch.zeros_like(parameter)
 
     def step(self, number: int) -> float:
-        """Take step `number` of a run, counted from 0; gives the norm of the gradient before clipping.
+        """Take step `number` of a run, counted from 0; returns the gradient norm before clipping.
 
-        A gradient that is not finite raises an error before any weight changes, so that a run can be resumed.
+        A non-finite gradient raises FloatingPointError before any weight changes, so that the run can resume.
         """
         norm = float(nn.utils.clip_grad_norm_(self.parameters, self.config.clip))
         if not math.isfinite(norm):
             raise FloatingPointError(
-                f"the gradient of step {number + 1} is NaN or infinite; use smaller rates, or look for atoms on top "
-                "of each other"
+                f"the gradient of step {number + 1} is NaN or infinite; lower the learning rates (backbone_rate=..., "
+                "noise_rate=...), or remove structures with overlapping atoms"
             )
         for group in self.optimizer.param_groups:
-            group["lr"] = self._share_of_rate(number) * group["rate"]
+            group["lr"] = self._schedule(number) * group["rate"]
         self.optimizer.step()
         self._average.update_parameters(self.model)
         return norm
 
     def _average_weights(self, averaged: Sequence[Tensor], current: Sequence[Tensor], steps: Tensor | int) -> None:
-        """Exponential average; over few steps at first, so that it soon forgets the initial weights."""
+        """Exponential moving average; its decay is smaller at first, so that it soon forgets the initial weights."""
         share = 1 - min(self.config.average, (int(steps) + 1) / (int(steps) + 10))
         torch._foreach_lerp_(list(averaged), list(current), share)
 
-    def _share_of_rate(self, number: int) -> float:
-        """Linear warm-up, then a cosine down to `last_rate`."""
+    def _schedule(self, number: int) -> float:
+        """Learning rate relative to its peak: linear warm-up, then cosine decay to `last_rate`."""
         rising = max(1, round(self.config.warm_up * self.steps))
         if number < rising:
             return (number + 1) / rising
@@ -74,7 +76,7 @@ class Optimiser:
         return 1 - (1 - self.config.last_rate) * fallen
 
     def state(self) -> dict[str, Any]:
-        """The state to resume from, besides the weights."""
+        """Optimiser state and averaged weights, to resume from; without the current weights."""
         return {"averaged": self._average.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def restore(self, stored: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The state of a fine-tuning in its file, from which an interrupted run goes on."""
+"""The saved state of a fine-tuning run, from which an interrupted run resumes."""
 
 import contextlib
 import json
@@ -13,19 +13,20 @@ import torch
 from pmlip.atomic_files import atomic_write
 from pmlip.checkpoint import RUN_FORMAT
 
-VERSION = 5  # of what a state holds, and of the settings there are
-
-
+VERSION = 5  # increase it when the content of a state or the fields of the settings change
 STATE_FILE = "last.pt"
 
 
 def folder_of_part(folder: Path, number: int, *, parts: int) -> Path:
-    """Where the state of one part of a model lives; a model of one part has the folder for itself."""
+    """Folder for the state of one part of a model; `folder` itself if the model has one part."""
     return folder / f"part-{number}" if parts > 1 else folder
 
 
 def refuse_state_of_another_kind(folder: Path, *, parts: int) -> None:
-    """A model of one part and one of several keep their states in different files, so neither would see the other's."""
+    """Raise ValueError if the folder holds a run of a model with one part and this model has several, or vice versa.
+
+    The two kinds keep their states in different files, so `read_state` would not notice.
+    """
     other = folder_of_part(folder, 0, parts=1 if parts > 1 else 2) / STATE_FILE
     if other.exists():
         raise ValueError(
@@ -35,7 +36,7 @@ def refuse_state_of_another_kind(folder: Path, *, parts: int) -> None:
 
 
 def write_state(file: Path, state: Mapping[str, Any]) -> None:
-    """Write the state, and beside it the run's log as JSON lines."""
+    """Write the state, and the training log as JSON lines in the same folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(file) as opened:
         torch.save({"format": RUN_FORMAT, "version": VERSION, **state}, opened)
@@ -44,16 +45,16 @@ def write_state(file: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(file: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The state of the run that was stopped here; None if there was none. Refuses that of another run."""
+    """The saved state of the run; None without a state file. Raises ValueError if the state is from another run."""
     if not file.exists():
         return None
     try:
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises a different type for every way a file can be broken
-        raise ValueError(f"{file} is damaged; remove it to start anew") from error
+        raise ValueError(f"{file} is damaged; remove it to start again") from error
     if state["version"] != VERSION:
         raise ValueError(
-            f"{file} was written by another version of pmlip, which alone can go on with it; remove it to start anew"
+            f"{file} was written by another version of pmlip and can be resumed only there; remove it to start again"
         )
     for name, value in identity.items():
         if state["identity"].get(name) != value:
@@ -68,8 +69,8 @@ def read_state(file: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """An interruption takes effect at the end of the block: half a step would be a state no run has."""
-    if threading.current_thread() is not threading.main_thread():  # others get no signals
+    """Delay KeyboardInterrupt to the end of the block, so that a saved state never holds half a step."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
         yield
         return
     pressed = []

@@ -1,1 +1,1 @@
-"""The paper's first benchmark: where five charged particles are after a thousand steps."""
+"""The paper's first benchmark: predict the positions of five charged particles after a thousand steps."""

@@ -1,6 +1,7 @@
-"""The paper's first benchmark: cells, Table 1 and Figure 1."""
+"""Runs the cells of the N-body benchmark, then writes Table 1 and Figure 1 of the paper."""
 
 import json
+import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -37,8 +38,8 @@ TRAINED: dict[str, Callable[..., Method]] = {
     "p-egnn": PEGNN,
     "p-blip": PBLIP,
 }
-ENSEMBLES = {"ensemble": "egnn", "p-ensemble": "p-egnn"}  # put together from what is trained
-WATCHED = 10  # samples when a method is judged on its way; the fair CRPS is unbiased at any number
+ENSEMBLES = {"ensemble": "egnn", "p-ensemble": "p-egnn"}  # ensemble -> the method of its members
+WATCHED = 10  # samples for validation during training; the fair CRPS is unbiased for any number of samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,20 +47,20 @@ class NBodySettings:
     data: NBodyConfig = field(default_factory=NBodyConfig)
     test_samples: int = 100
     validation_samples: int = 50
-    at_rest: bool = True  # work in the frame of the centre of mass, all methods alike
-    time_reversal: bool = True  # train on the reversed trajectories too, all methods alike
+    at_rest: bool = True  # use the centre-of-mass frame, for all methods
+    time_reversal: bool = True  # train on time-reversed trajectories too, for all methods
 
 
-# A method is trained by its recipe; "method+variant" names the same method with another one. The best of 22 trials each
-# on validation data at n = 1000 (docs/nbody.md): BLIP and MC dropout want Muon, EGNN and P-EGNN over-fit with it. With
-# 10,000 trajectories they no longer do, and AdamW does not come to its end in time.
+# The recipe of each method; "method+variant" names the same method with another recipe. Each is the best of 22 trials
+# on validation data at n = 1000 (docs/nbody.md). BLIP and MC dropout are better with Muon; EGNN and P-EGNN overfit with
+# it. With 10,000 trajectories they no longer overfit, and AdamW does not converge in the given number of passes.
 _COMMON: dict[str, Any] = {"shrink": 0.2, "patience": 3}
 RECIPES: dict[str, Recipe] = {
     "egnn": Recipe(epochs=300, learning_rate=8e-3, many=10_000, **_COMMON),
     "blip": Recipe(learning_rate=4e-3, orthogonal=True, options={"beta": 1e-3}, **_COMMON),
     "mc-dropout": Recipe(learning_rate=4e-3, orthogonal=True, **_COMMON),
     "p-egnn": Recipe(learning_rate=4e-3, weight_decay=0.03, many=10_000, **_COMMON),
-    # as P-EGNN, with the beta of BLIP
+    # the recipe of P-EGNN with the beta of BLIP
     "p-blip": Recipe(learning_rate=4e-3, weight_decay=0.03, many=10_000, options={"beta": 1e-3}, **_COMMON),
 }
 
@@ -68,8 +69,8 @@ RECIPES: dict[str, Recipe] = {
 class Preset:
     settings: NBodySettings
     recipes: dict[str, Recipe]
-    sizes: tuple[int, ...] = (1000, 3000, 10000)  # of training sets, where none are asked for
-    validation_only: bool = False  # for tuning, which must not see the test data
+    sizes: tuple[int, ...] = (1000, 3000, 10000)  # default training sizes
+    validation_only: bool = False  # no test scores: tuning must not use the test data
 
 
 PRESETS = {
@@ -96,35 +97,41 @@ def run(
     jobs: int,
     console: Console,
 ) -> list[dict[str, Any]]:
-    """Run the cells that are not finished, then write the table and the figure of all that are, and give its rows."""
+    """Run the unfinished cells, write the table and the figure of all finished cells, and return the table's rows."""
     check_installed()
     for method in methods:
         if method not in METHODS:
             hint = did_you_mean(method, METHODS)
             raise ValueError(f"unknown method {method!r}; allowed: {', '.join(METHODS)}{hint}")
     if seeds < 3 and any(method in ENSEMBLES for method in methods):
-        raise ValueError(f"an ensemble leaves one of the seeds out and needs at least 3, got seeds={seeds}")
+        raise ValueError(f"an ensemble leaves out one seed, so it needs at least 3, got seeds={seeds}")
     cells = [Cell(method, size, seed) for size in sizes for method in methods for seed in range(seeds)]
-    # ensembles are made of the others, so those come first
+    # ensembles are built from trained models, so these come first
     rounds = [[c for c in cells if c.method not in ENSEMBLES], [c for c in cells if c.method in ENSEMBLES]]
     prepare(cells, preset, folder, seeds=seeds)
     job = partial(work, preset=preset, folder=folder, seeds=seeds)
     try:
         run_rounds(rounds, lambda part: run_cells(part, job, folder, jobs=jobs, console=console))
-    finally:  # also when a cell failed: what is finished is worth a table
+    finally:  # also when a cell failed: show the finished cells
         rows = publish(folder, table=table, summary=summary, figure=figure, console=console)
     return rows
 
 
 def prepare(cells: Sequence[Cell], preset: Preset, folder: Path, *, seeds: int) -> None:
-    """Before any job starts: a folder holds cells of one setting only, and the data must be there."""
+    """Before any job starts, check the sizes and the settings of stored cells, and create missing data."""
     held, reversal = preset.settings.data.train, preset.settings.time_reversal
     for cell in cells:
         if cell.size > held:
-            raise ValueError(f"a training set of {cell.size} was asked for, but the data hold {held}")
+            raise ValueError(
+                f"a training set of {cell.size} is too large: the data has {held} trajectories; choose a smaller size"
+            )
         recipe = preset.recipes.get(ENSEMBLES.get(cell.method, cell.method))
-        if recipe and cell.size * (2 if reversal else 1) < recipe.batch:
-            raise ValueError(f"a training set of {cell.size} is smaller than a batch of {recipe.batch} trajectories")
+        copies = 2 if reversal else 1
+        if recipe and cell.size * copies < recipe.batch:
+            raise ValueError(
+                f"a training set of {cell.size} is too small for a batch of {recipe.batch} trajectories; choose at "
+                f"least {math.ceil(recipe.batch / copies)}"
+            )
     for cell, result in read_cells(folder).items():
         members = seeds - 1 if cell in cells else result["settings"].get("members")
         check_settings(cell.file(folder), _completed(result["settings"]), _described(cell, preset, members))
@@ -133,17 +140,17 @@ def prepare(cells: Sequence[Cell], preset: Preset, folder: Path, *, seeds: int) 
 
 
 def _described(cell: Cell, preset: Preset, members: int | None) -> dict[str, Any]:
-    """The settings of a cell as its result file holds them; members: of an ensemble."""
+    """The settings of a cell as stored in its result file; members: number of members of an ensemble."""
     recipe = preset.recipes.get(ENSEMBLES.get(cell.method, cell.method))
     described = {**asdict(preset.settings), "recipe": asdict(recipe.at(cell.size)) if recipe else None}
     if cell.method in ENSEMBLES:
         described["members"] = members
-    read_back: dict[str, Any] = json.loads(json.dumps(described))  # lists for tuples
+    read_back: dict[str, Any] = json.loads(json.dumps(described))  # tuples become lists, as in a file
     return read_back
 
 
 def _completed(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings from a file; what a recipe did not name when it was written was as it is by default."""
+    """Settings from a file; recipe fields that did not exist when it was written get their defaults."""
     if settings["recipe"] is None:
         return settings
     defaults = json.loads(json.dumps(asdict(Recipe())))
@@ -151,7 +158,7 @@ def _completed(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def work(cell: Cell, *, preset: Preset, folder: Path, seeds: int) -> dict[str, Any]:
-    """Train (or, for an ensemble, put together) one method and judge it."""
+    """Train the method of a cell, or build an ensemble from trained models, and return its scores."""
     settings = preset.settings
     sets = {split: _load(split, settings) for split in nbody_data.SPLITS}
     described = {"settings": _described(cell, preset, seeds - 1), **environment("numba")}
@@ -182,7 +189,10 @@ def work(cell: Cell, *, preset: Preset, folder: Path, seeds: int) -> dict[str, A
 
 
 def _trained(cell: Cell, sets: dict[str, Trajectories], preset: Preset, folder: Path) -> tuple[Method, dict[str, Any]]:
-    """The method of a cell, trained, and how that went. Kept in a file: for ensembles, and if judging it fails."""
+    """The trained method of a cell, and its training record.
+
+    Both are saved to a file: ensembles need it, and training need not be repeated if the scoring fails.
+    """
     file, described = _weights(cell, folder), _described(cell, preset, None)
     if file.exists() and _completed(torch.load(file, weights_only=True)["settings"]) == described:
         return _load_trained(cell, preset, folder)
@@ -191,7 +201,7 @@ def _trained(cell: Cell, sets: dict[str, Trajectories], preset: Preset, folder: 
     method = _make(cell.method, recipe)
     watched = method.fixed_samples or min(WATCHED, preset.settings.validation_samples)
     with warnings.catch_warnings():
-        # the compiler looks at the gradient of BLIP's alpha, which has none
+        # the compiler reads .grad of BLIP's alpha, which is not a leaf tensor and has no gradient
         warnings.filterwarnings("ignore", message="The .grad attribute")
         done = train(
             method,
@@ -213,9 +223,9 @@ def _trained(cell: Cell, sets: dict[str, Trajectories], preset: Preset, folder: 
 
 
 def _spread_factor(method: Method, valid: Trajectories, settings: NBodySettings) -> dict[str, float] | None:
-    """The factor for the spread that fits the validation data best, and the scores with it.
+    """The factor on the spread that minimises the CRPS on the validation data, and the scores with this factor.
 
-    None where the number of samples is fixed: about the mean of three samples, say, scores could not be trusted.
+    None if the number of samples is fixed: samples scaled about the mean of only three cannot be scored fairly.
     """
     if method.fixed_samples is not None or settings.validation_samples < 3:
         return None
@@ -228,10 +238,10 @@ def _spread_factor(method: Method, valid: Trajectories, settings: NBodySettings)
 def _tests(
     method: Method, sets: dict[str, Trajectories], settings: NBodySettings, fitted: dict[str, float] | None
 ) -> dict[str, Any]:
-    """Scores on the test data: of K samples, of three of them, of the prediction without noise; and their cost.
+    """Test scores of K samples, of three samples and of the prediction without noise, and the cost of prediction.
 
-    "as trained" or with the spread scaled by the factor that fits the validation data best, for all methods alike but
-    ensembles, whose few samples do not allow it.
+    Scores "as trained" use the spread of the model. The others use the spread times the factor fitted on the validation
+    data. Ensembles of three are not scaled, because they have too few samples to fit a factor.
     """
     data = sets["test"]
     samples = method.fixed_samples or settings.test_samples
@@ -265,10 +275,10 @@ def _make(name: str, recipe: Recipe) -> Method:
 
 
 def equivariance_error(method: Method, data: Trajectories) -> dict[str, float]:
-    """How far a sample of the turned (relabelled) system is from the turned (relabelled) sample, root mean square."""
+    """RMS distance between the sample of a rotated (relabelled) system and the rotated (relabelled) sample."""
     count = method.fixed_samples or 4
     particles = data.positions.shape[1]
-    # any rotation and any order will do
+    # an arbitrary orthogonal matrix and permutation
     matrix = torch.linalg.qr(torch.randn(3, 3, generator=torch.Generator().manual_seed(0)))[0]
     order = torch.randperm(particles, generator=torch.Generator().manual_seed(0))
 
@@ -276,14 +286,14 @@ def equivariance_error(method: Method, data: Trajectories) -> dict[str, float]:
         return method.sample(given, samples=count).positions.unflatten(1, (-1, particles))
 
     expected = positions(data)
-    turned = positions(replace(data, positions=data.positions @ matrix.T, velocities=data.velocities @ matrix.T))
+    rotated = positions(replace(data, positions=data.positions @ matrix.T, velocities=data.velocities @ matrix.T))
     relabelled = positions(Trajectories(*(values[:, order] for values in vars(data).values())))
-    errors = {"rotation": turned - expected @ matrix.T, "relabelling": relabelled - expected[:, :, order]}
+    errors = {"rotation": rotated - expected @ matrix.T, "relabelling": relabelled - expected[:, :, order]}
     return {name: float(error.square().mean().sqrt()) for name, error in errors.items()}
 
 
 def judge(samples: Samples, data: Trajectories) -> dict[str, float]:
-    """MSE of the sample mean, CRPS and spread-skill ratio, in natural units; with one sample there is no spread."""
+    """MSE of the sample mean, fair CRPS and, for more than one sample, spread-skill ratio; in natural units."""
     target = data.target.flatten(0, 1)
     mean = samples.mean.positions
     scores = {
@@ -296,7 +306,7 @@ def judge(samples: Samples, data: Trajectories) -> dict[str, float]:
 
 
 def judge_finite(samples: Samples, data: Trajectories) -> dict[str, float]:
-    """The same without the trajectories that a sample threw out of the range of numbers, and how many these are."""
+    """The scores of `judge` without trajectories that have a non-finite sample, and how many were left out."""
     particles = data.positions.shape[1]
     finite = samples.positions.isfinite().all(-1).all(0).view(-1, particles).all(1)
     lost = len(data) - int(finite.sum())
@@ -322,16 +332,16 @@ def _weights(cell: Cell, folder: Path) -> Path:
 
 
 def _load_trained(cell: Cell, preset: Preset, folder: Path) -> tuple[Method, dict[str, Any]]:
-    """What was trained for a cell, and how that went."""
+    """The stored method of a cell, and its training record."""
     file = _weights(cell, folder)
     if not file.exists():
         raise FileNotFoundError(
-            f"an ensemble needs {file}, which is kept only where it was trained; run the method {cell.method} for this "
-            "size, and if it counts as finished, remove its result file first"
+            f"an ensemble needs the weights {file}, which exist only on the machine that trained them; delete "
+            f"{cell.file(folder)} if it exists, then run method {cell.method} with size {cell.size}"
         )
     method = _make(cell.method, preset.recipes[cell.method])
     record = torch.load(file, weights_only=True)
     if _completed(record["settings"]) != _described(cell, preset, None):
-        raise ValueError(f"{file} was trained with other settings; remove it and the result file of its cell")
+        raise ValueError(f"{file} was trained with other settings; delete it and {cell.file(folder)} to train it again")
     method.load_state_dict(record.pop("state"))
     return method, record

@@ -1,4 +1,4 @@
-"""The methods of the benchmark. Each is a module with a loss to train on, and gives samples of where particles go."""
+"""The methods of the N-body benchmark. Each is a module with a training loss, and samples positions of particles."""
 
 import contextlib
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Deterministic(Method):
 
     def draw(self, samples: int, seed: int) -> Sequence[Any]:
         if samples != 1:
-            raise ValueError(f"a deterministic EGNN has one sample, not {samples}; make an ensemble of several")
+            raise ValueError(f"a deterministic EGNN has one sample, got samples={samples}; use an ensemble for more")
         return [None]
 
     def run(self, data: Trajectories, draws: Sequence[Any]) -> Tensor:
@@ -39,7 +39,7 @@ class Deterministic(Method):
 
 
 class BLIP(Method):
-    """EGNN with variational weights in all its message-passing layers, trained on MSE + beta KL with one sample."""
+    """EGNN with variational weights in all message-passing layers, trained on MSE + beta KL with one sample."""
 
     def __init__(self, config: EGNNConfig | None = None, *, beta: float = 0.01) -> None:
         super().__init__()
@@ -66,7 +66,10 @@ class BLIP(Method):
 
 
 class PBLIP(PEGNN):
-    """BLIP's weights under P-EGNN's noise, which the paper names as future work: fair CRPS + beta KL."""
+    """BLIP's variational weights combined with P-EGNN's noise, trained on fair CRPS + beta KL.
+
+    The paper names this combination as future work.
+    """
 
     def __init__(self, config: EGNNConfig | None = None, *, noise_dim: int = 32, beta: float = 0.01) -> None:
         super().__init__(config, noise_dim=noise_dim)
@@ -105,6 +108,7 @@ def _checked(beta: float) -> float:
 
 
 def _uncertain_weights(network: EGNN) -> Posterior:
+    """Make the weights of all message-passing layers variational; return their posterior."""
     layers = {
         "edge": _in_every_layer(network, "edge.first", "edge.second", "position.0", "position.2"),
         "node": _in_every_layer(network, "node.0", "node.2", "velocity.0", "velocity.2"),
@@ -113,7 +117,7 @@ def _uncertain_weights(network: EGNN) -> Posterior:
 
 
 def _alpha(posterior: Posterior, network: EGNN, data: Trajectories) -> dict[str, Tensor]:
-    """alpha of every edge and node from the raw inputs of the network."""
+    """BLIP's alpha of every edge and node, inferred from the raw inputs of the network."""
     apart = (data.positions.unsqueeze(-2) - others(data.positions)).square().sum(-1, keepdim=True)
     q = data.charges.unsqueeze(-1)
     edge = torch.cat([apart, apart.sqrt(), q.unsqueeze(-2) * others(q)], -1)
@@ -121,7 +125,7 @@ def _alpha(posterior: Posterior, network: EGNN, data: Trajectories) -> dict[str,
 
 
 class MCDropout(Method):
-    """EGNN with dropout inside its message and update MLPs, in prediction too."""
+    """EGNN with dropout inside its message and update MLPs, in training and in prediction."""
 
     def __init__(self, config: EGNNConfig | None = None, *, share: float = 0.1) -> None:
         super().__init__()
@@ -147,13 +151,13 @@ def _in_every_layer(network: EGNN, *names: str) -> list[str]:
 
 
 def _generators(samples: int, seed: int) -> list[torch.Generator]:
-    """Random numbers of each sample; they go on from batch to batch, so a seed repeats for the same data only."""
+    """One generator per sample; it advances from batch to batch, so a seed repeats samples only on the same data."""
     seeds = np.random.SeedSequence(seed).generate_state(samples, np.uint64) >> 1
     return [torch.Generator().manual_seed(int(number)) for number in seeds]
 
 
 class Ensemble(Method):
-    """Several trained methods whose samples are taken in turn. A draw is the number of a member and its own draw."""
+    """Several trained methods; samples alternate between members. A draw is (member number, draw of that member)."""
 
     def __init__(self, members: Sequence[Method]) -> None:
         super().__init__()
@@ -161,40 +165,42 @@ class Ensemble(Method):
         self.fixed_samples = len(members) if members[0].fixed_samples == 1 else None
 
     def loss(self, batch: Trajectories, generator: torch.Generator, samples: int) -> Tensor:
-        raise TypeError("an ensemble is not trained as one; train its members")
+        raise TypeError("an ensemble has no loss; train its members separately")
 
     def draw(self, samples: int, seed: int) -> Sequence[Any]:
         if self.fixed_samples is None:
             return [(k % len(self.members), own) for k, own in enumerate(self._parts[0].draw(samples, seed))]
         if samples != self.fixed_samples:
-            raise ValueError(f"an ensemble of {len(self.members)} members has as many samples, not {samples}")
+            raise ValueError(
+                f"an ensemble of {self.fixed_samples} members has {self.fixed_samples} samples, got samples={samples}"
+            )
         return [(k, None) for k in range(samples)]
 
     def run(self, data: Trajectories, draws: Sequence[Any]) -> Tensor:
-        if list(draws) == [None]:  # without noise: the mean of the members
+        if list(draws) == [None]:  # without noise: mean of the members
             return torch.cat([member.run(data, [None]) for member in self._parts]).mean(0, keepdim=True)
-        of_member = [[k for k, (number, _) in enumerate(draws) if number == i] for i in range(len(self.members))]
+        draws_of = [[k for k, (number, _) in enumerate(draws) if number == i] for i in range(len(self.members))]
         outputs = [
             member.run(data, [draws[k][1] for k in own])
-            for member, own in zip(self._parts, of_member, strict=True)
+            for member, own in zip(self._parts, draws_of, strict=True)
             if own
         ]
-        return torch.cat(outputs)[torch.tensor(list(chain(*of_member))).argsort()]
+        return torch.cat(outputs)[torch.tensor(list(chain(*draws_of))).argsort()]
 
     @property
     def _parts(self) -> list[Method]:
-        return list(self.members)  # type: ignore[arg-type]  # a ModuleList does not say of what
+        return list(self.members)  # type: ignore[arg-type]  # ModuleList does not know the type of its modules
 
 
 def leave_one_out(members: Sequence[Method]) -> list[Ensemble]:
-    """Every ensemble that lacks one of the members: the paper's triples from 4 trained networks."""
+    """All ensembles that leave out one member; from 4 trained networks, the triples of the paper."""
     if len(members) < 3:
-        raise ValueError(f"an ensemble of all but one needs at least 3 members, got {len(members)}")
+        raise ValueError(f"leave-one-out ensembles need at least 3 members, got {len(members)}")
     return [Ensemble([m for j, m in enumerate(members) if j != i]) for i in range(len(members))]
 
 
 def parameter_table(config: EGNNConfig | None = None, *, members: int = 3) -> list[tuple[str, int, float]]:
-    """The paper's appendix: parameters of EGNN, of an ensemble, and of P-EGNN, with their ratio to EGNN."""
+    """Name, number of parameters and ratio to EGNN, for EGNN, an ensemble and P-EGNN (appendix of the paper)."""
     plain, perturbed = (
         sum(p.numel() for p in method.parameters()) for method in (Deterministic(config), PEGNN(config))
     )

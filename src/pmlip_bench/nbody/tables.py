@@ -1,4 +1,4 @@
-"""What is made of the cells of the N-body benchmark: Table 1 and Figure 1 of the paper, and an overview."""
+"""Tables and figure of the N-body benchmark: Table 1 and Figure 1 of the paper, an overview and details."""
 
 import statistics
 from dataclasses import replace
@@ -9,10 +9,10 @@ from pmlip_bench.publish import Results, draw_score, empty_figure, over_seeds, w
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# in this order in tables and figures
+# order in tables and figures
 METHODS = ("egnn", "ensemble", "blip", "mc-dropout", "p-egnn", "p-ensemble", "p-blip")
 
-# The paper: mean and standard deviation of MSE x 1e3, CRPS x 1e2, SSR on its own test set.
+# The paper: mean and standard deviation of MSE x 1e3, CRPS x 1e2, SSR on the paper's test set.
 PAPER: dict[tuple[str, int], tuple[tuple[float, float] | None, ...]] = {
     ("egnn", 3000): ((6.83, 0.31), None, None),
     ("ensemble", 3000): ((5.84, 0.13), (1.88, 0.10), (0.58, 0.02)),
@@ -27,7 +27,7 @@ SCALES = {"mse": 1e3, "crps": 1e2, "ssr": 1.0}
 
 
 def summary(results: Results) -> list[dict[str, Any]]:
-    """Mean and standard deviation over seeds for each method and size, beside the paper's."""
+    """Rows with mean and standard deviation over seeds for each method and size, and the paper's values."""
     rows = []
     for method, size in _in_order(results):
         found = [result for cell, result in results.items() if (cell.method, cell.size) == (method, size)]
@@ -50,7 +50,7 @@ def summary(results: Results) -> list[dict[str, Any]]:
 
 
 def _in_order(results: Results) -> list[tuple[str, int]]:
-    """Method and size of each row of a table."""
+    """Method and size of each row, in the order of a table."""
     return sorted({(cell.method, cell.size) for cell in results}, key=lambda key: (key[1], METHODS.index(key[0])))
 
 
@@ -68,7 +68,8 @@ def table(results: Results) -> str:
 
     for row in summary(results):
         columns = [(name, key) for name in SCALES for key in (name, f"{name}_as_trained", f"paper_{name}")]
-        scores = [cell(row, name, key) for name, key in columns if key != "mse_as_trained"]  # the mean stays
+        # scaling does not change the mean, so there is only one MSE
+        scores = [cell(row, name, key) for name, key in columns if key != "mse_as_trained"]
         cost = f"{row['training_passes']:.1e}, {row['training_seconds']:.0f}"
         cells = [row["size"], row["method"], row["samples"], *scores, cost, f"{row['prediction_seconds']:.0f}"]
         lines.append(f"| {' | '.join(map(str, cells))} | {row['seeds']} |")
@@ -76,7 +77,7 @@ def table(results: Results) -> str:
 
 
 def overview(results: Results) -> str:
-    """CRPS and spread-skill ratio of every method at every size, a row for each method, as Markdown."""
+    """Markdown table of CRPS and spread-skill ratio: one row per method, one column per size."""
     rows = {(row["method"], row["size"]): row for row in summary(results)}
     sizes = sorted({size for _, size in rows})
     lines = [f"| CRPS x 1e2 (SSR) | {' | '.join(f'n = {size}' for size in sizes)} |", "|---" * (len(sizes) + 1) + "|"]
@@ -96,7 +97,7 @@ def overview(results: Results) -> str:
 
 
 def details(results: Results) -> str:
-    """What Table 1 leaves out: equal K, no noise, out of distribution, and symmetry, as Markdown."""
+    """Markdown table of scores with 3 samples, without noise and out of distribution, and of equivariance errors."""
     lines = [
         "| n | method | CRPS x 1e2 of 3 samples | MSE x 1e3 without noise | out of distribution: MSE x 1e3 "
         "| CRPS x 1e2 | SSR | error of a sample when turned | when relabelled |",
@@ -118,7 +119,7 @@ def details(results: Results) -> str:
 
 
 def ablations(results: Results, tuned: Results) -> str:
-    """Changes of a method below the method as it is, test scores as trained of the same seeds, as Markdown."""
+    """Markdown table of ablations: test scores as trained, each method first without changes, for the same seeds."""
     lines = ["| n | method | MSE x 1e3 | CRPS x 1e2 | SSR | training: passes | seeds |", "|---" * 7 + "|"]
     groups: dict[tuple[int, str], dict[str, list[dict[str, Any]]]] = {}
     for cell, result in results.items():
@@ -144,7 +145,7 @@ def ablations(results: Results, tuned: Results) -> str:
 
 
 def figure(results: Results) -> "Figure":
-    """Figure 1: the three scores against the size of the training set, with the paper's values in dashes."""
+    """Figure 1: the three scores against the size of the training set; the paper's values are dashed."""
     rows = summary(results)
     picture = empty_figure(12, 3.6)
     for position, (name, scale) in enumerate(SCALES.items()):

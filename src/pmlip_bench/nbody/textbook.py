@@ -1,6 +1,6 @@
-"""EGNN and the simulation as the formulas read. What `egnn` and `simulate` are checked and measured against.
+"""EGNN and the simulation written directly from the formulas: references for tests and speed measurements.
 
-The parameters of the network are named as in the public implementation's `EGNN_vel`.
+The parameters of the network have the names of `EGNN_vel` in the public implementation.
 """
 
 import numpy as np
@@ -40,7 +40,10 @@ class TextbookEGNN(nn.Module):
             self.add_module(f"gcl_{i}", TextbookLayer(width))
 
     def forward(self, positions: Tensor, velocities: Tensor, charges: Tensor, pairs: Pairs) -> Tensor:
-        """Positions and velocities (particle, 3), charges (particle,): the published node and edge inputs."""
+        """Final positions (particle, 3), from positions and velocities (particle, 3) and charges (particle,).
+
+        Node and edge inputs are the published ones.
+        """
         h = self.embedding(velocities.norm(dim=-1, keepdim=True))
         start = (positions[pairs.receiver] - positions[pairs.sender]).square().sum(-1, keepdim=True)
         edge = torch.cat([(charges[pairs.receiver] * charges[pairs.sender])[:, None], start], -1)
@@ -51,7 +54,7 @@ class TextbookEGNN(nn.Module):
 
 
 def complete_pairs(graphs: int, particles: int) -> Pairs:
-    """Every particle of a graph with every other, for graphs of one size."""
+    """All ordered pairs of different particles within each graph; all graphs have the same size."""
     i, j = (~torch.eye(particles, dtype=torch.bool)).nonzero().T
     start = particles * torch.arange(graphs)[:, None]
     return Pairs((start + i).flatten(), (start + j).flatten())

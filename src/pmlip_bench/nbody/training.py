@@ -1,4 +1,4 @@
-"""Training of one method on one set of trajectories: AdamW or Muon, one cycle, averaged weights."""
+"""Trains one method on one set of trajectories: AdamW or Muon, one-cycle learning rate, averaged weights."""
 
 import copy
 import math
@@ -16,33 +16,33 @@ from pmlip.nbody.p_egnn import Method
 from pmlip.perturbed import Perturbed
 from pmlip_bench.nbody.muon import Muon
 
-SMALLEST_MATRIX = 8  # rows and columns; with fewer there is little to make orthogonal
-COMPILE_FROM = 2000  # steps; a third of their time is saved, and compiling takes half a minute
+SMALLEST_MATRIX = 8  # fewest rows and columns for Muon; AdamW updates smaller matrices
+COMPILE_FROM = 2000  # steps; compiling takes half a minute and saves a third of the time of each step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a method is made and trained."""
+    """How a method is built and trained."""
 
-    epochs: int = 150  # passes over a training set of 1000
-    shrink: float = 0.3  # over a set of n, epochs (n / 1000)^-shrink passes
-    batch: int = 100  # trajectories in a step
-    samples: tuple[int, int] = (4, 4)  # K in the first and in the second half, for methods that train on samples
-    learning_rate: float = 2e-3  # at the top of the cycle
+    epochs: int = 150  # passes over a training set of 1000 trajectories
+    shrink: float = 0.3  # with n trajectories there are epochs * (n / 1000)^-shrink passes
+    batch: int = 100  # trajectories per step
+    samples: tuple[int, int] = (4, 4)  # K in the first and second half of training, for methods that train on samples
+    learning_rate: float = 2e-3  # peak of the one-cycle schedule
     weight_decay: float = 0.1
-    decay_noise: bool = False  # whether weight decay acts on W_z and the noise weights too
-    average: float = 0.998  # decay of the running mean of the weights, which is what is kept; 0 keeps the last weights
-    # stop when more than so many judgements in a row (there are ten in a training) bring no better validation CRPS, and
-    # keep the best weights; None: train to the end and keep the last
+    decay_noise: bool = False  # apply weight decay to W_z and the noise weights too
+    average: float = 0.998  # decay of the running mean of the weights, which becomes the model; 0: the last weights
+    # stop early when more than this many validations in a row (of ten in a full training) do not improve the CRPS, and
+    # keep the best weights; None: train to the end and keep the last weights
     patience: int | None = None
-    clip: float = 1.0  # largest norm of the gradient
-    warm_up: float = 0.1  # share of the steps in which the learning rate rises
-    orthogonal: bool = False  # weight matrices are moved by Muon instead of AdamW, at the same rate and decay
-    # training sets of this size or larger are learned with Muon in half the passes: it fits faster, and over-fits fewer
+    clip: float = 1.0  # largest gradient norm; larger gradients are scaled down
+    warm_up: float = 0.1  # fraction of the steps in which the learning rate rises
+    orthogonal: bool = False  # train weight matrices with Muon instead of AdamW, with the same learning rate and decay
+    # with this training size or more, use Muon and half the passes: Muon fits faster, and overfits only small sets
     many: int | None = None
-    sharpness: float = 0.0  # radius of sharpness-aware steps (Foret et al. 2021), which cost two passes; 0: plain steps
-    network: dict[str, Any] = field(default_factory=dict)  # what differs from the default EGNNConfig
-    options: dict[str, Any] = field(default_factory=dict)  # what differs from the method's defaults
+    sharpness: float = 0.0  # radius of sharpness-aware steps (Foret et al. 2021), which take two passes; 0: off
+    network: dict[str, Any] = field(default_factory=dict)  # changes to the default EGNNConfig
+    options: dict[str, Any] = field(default_factory=dict)  # changes to the method's default options
 
     def at(self, size: int) -> "Recipe":
         """The recipe for a training set of this many trajectories."""
@@ -56,23 +56,23 @@ class Recipe:
 
 
 class DivergedError(RuntimeError):
-    """A training whose loss is no number any more."""
+    """The loss or its gradient was NaN or infinite in most steps of an epoch."""
 
 
 @dataclass(frozen=True)
 class Training:
-    method: Method  # with the averaged weights, at the end or at their best
-    curve: list[dict[str, float]]  # epoch, training loss, and what `watch` gave
-    seconds: float  # of one core, so that other work on the machine does not count
-    passes: int  # trajectories through the network and back
-    skipped: int  # steps whose gradient was no number
+    method: Method  # with the averaged weights, the last or the best
+    curve: list[dict[str, float]]  # epoch, training loss and the scores from `watch`
+    seconds: float  # CPU time, so that other work on the machine does not count
+    passes: int  # trajectories times samples, each a forward and a backward pass
+    skipped: int  # steps without an update, because loss or gradient was not finite
 
 
 def compile_network(method: Method) -> bool:
-    """Compile the network of a method where that can be done; whether it was."""
+    """Compile the network of a method if there is a C++ compiler; return whether it was compiled."""
     if shutil.which("g++") is None:
         return False
-    # random numbers of the compiler's own are slower than torch's
+    # the compiler's random numbers are slower than torch's
     method.get_submodule("network").compile(dynamic=False, options={"fallback_random": True})
     return True
 
@@ -87,19 +87,19 @@ def train(
     watch: Callable[[Method], dict[str, float]] | None = None,
     points: int = 10,
 ) -> Training:
-    """Train a method; `watch` judges it at `points` moments for the curve and, if the recipe says so, for what is kept
-    and when to stop.
+    """Train a method and return it with its training curve and cost.
 
-    epochs: how many passes over the data, where it is not what the recipe says for so many.
+    watch: returns validation scores; called `points` times during training, for the curve and for early stopping
+    (`recipe.patience`). epochs: passes over the data; by default from the recipe.
     """
     if recipe.batch > len(data):
-        raise ValueError(f"a batch of {recipe.batch} cannot be taken from {len(data)} trajectories")
+        raise ValueError(f"batch={recipe.batch} is larger than the training set of {len(data)} trajectories; lower it")
     if recipe.many is not None:
-        raise ValueError(f"this recipe depends on the size of the data (many={recipe.many}); give recipe.at(size)")
+        raise ValueError(f"the recipe depends on the training size (many={recipe.many}); pass recipe.at(size) instead")
     if recipe.patience is not None and watch is None:
-        raise ValueError(f"with patience={recipe.patience} a method must be watched on validation data")
+        raise ValueError(f"patience={recipe.patience} needs validation scores; pass watch, or set patience=None")
     if method.trains_on_samples and min(recipe.samples) < 2:
-        raise ValueError(f"the CRPS trains on at least 2 samples, got samples={recipe.samples}")
+        raise ValueError(f"training with the CRPS needs at least 2 samples, got samples={recipe.samples}")
     generator = torch.Generator().manual_seed(seed)
     epochs = recipe.epochs_for(len(data)) if epochs is None else epochs
     steps = len(data) // recipe.batch
@@ -130,17 +130,17 @@ def train(
                 for optimizer in optimizers:
                     optimizer.step()
                 losses.append(loss)
-            else:  # the weights that BLIP draws can throw a single particle out of all bounds
+            else:  # a draw of BLIP's weights can send a single particle to infinity
                 skipped += 1
             for schedule in schedules:
                 schedule.step()
             done += 1
             passes += len(batch) * samples * (2 if recipe.sharpness else 1)
-            # early on the mean is over few steps, so that the start is soon forgotten
+            # average over fewer steps at first, so that the initial weights are soon forgotten
             _move_towards(averaged, method, 1 - min(recipe.average, done / (done + 50)))
         if 2 * len(losses) < steps:
             wrong = f"{steps - len(losses)} of {steps} steps of epoch {epoch} of {epochs}"
-            raise DivergedError(f"the loss or its gradient was NaN or infinite in {wrong}; a smaller rate may help")
+            raise DivergedError(f"the loss or its gradient was NaN or infinite in {wrong}; try a smaller learning rate")
         if epoch * points // epochs != (epoch - 1) * points // epochs:
             scores = watch(averaged) if watch else {}
             curve.append({"epoch": epoch, "loss": sum(losses) / len(losses), **scores})
@@ -155,7 +155,10 @@ def train(
 
 
 def _gradient(method: Method, batch: Trajectories, samples: int, generator: torch.Generator, recipe: Recipe) -> float:
-    """Leave the gradient of the loss in the parameters; with sharpness, that at the worst point near by."""
+    """Compute the gradient of the loss into `.grad`, and return the loss.
+
+    With sharpness, the gradient is taken at the point of the largest loss within that radius (to first order).
+    """
     state = generator.get_state()
     method.zero_grad()
     loss = method.loss(batch, generator, samples)
@@ -173,7 +176,7 @@ def _gradient(method: Method, batch: Trajectories, samples: int, generator: torc
 
 
 def _optimizers(method: Method, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """AdamW, and Muon for matrices where the recipe says so."""
+    """AdamW, and Muon for weight matrices if `recipe.orthogonal`."""
     noise = {id(p) for part in method.modules() if isinstance(part, Perturbed) for p in part.noise_parameters()}
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for parameter in method.parameters():
@@ -184,7 +187,7 @@ def _optimizers(method: Method, recipe: Recipe) -> list[torch.optim.Optimizer]:
     def listed(matrices: bool) -> list[dict[str, object]]:
         return [{"params": own, "weight_decay": decay} for (matrix, decay), own in groups.items() if matrix == matrices]
 
-    # of the betas the cycle sets the first, between 0.85 and 0.95
+    # the one-cycle schedule varies the first beta between 0.85 and 0.95
     adamw = torch.optim.AdamW(listed(False), lr=recipe.learning_rate, betas=(0.95, 0.99))
     return [adamw, Muon(matrices, lr=recipe.learning_rate)] if (matrices := listed(True)) else [adamw]
 

@@ -1,7 +1,7 @@
-"""What was tried on the N-body task: the tuning of each method on validation data, and the ablations of P-EGNN.
+"""Tuning trials of each method on validation data, and ablations of P-EGNN, on the N-body task.
 
-Every method has the same number of trials, all at n = 1000 and seed 0: first changes of one thing, the same for all and
-then its own, and in the end combinations of what helped.
+Every method has the same number of trials, all at n = 1000 and seed 0. The first trials change one setting: settings
+common to all methods, then settings of the method. The last trials combine changes that helped.
 """
 
 import math
@@ -19,7 +19,7 @@ from pmlip_bench.nbody.tables import SCALES
 from pmlip_bench.nbody.training import Recipe
 from pmlip_bench.runner import Cell, read_cells, run_cells
 
-START = Recipe()  # what every trial changes in one place
+START = Recipe()  # the baseline; each trial changes it
 
 ALL_METHODS: dict[str, dict[str, Any]] = {
     "start": {},
@@ -35,7 +35,7 @@ ALL_METHODS: dict[str, dict[str, Any]] = {
     "charge": {"network": {"node_input": "charge"}},
     "sharpness-aware": {"sharpness": 0.05, "epochs": 75},
 }
-# for all, on top of what had helped most
+# trials with Muon for all methods, with the changes that had helped most
 ORTHOGONAL: dict[str, dict[str, Any]] = {
     "orthogonal": {"orthogonal": True},
     "orthogonal-rate-4e-3": {"orthogonal": True, "learning_rate": 4e-3},
@@ -84,8 +84,8 @@ OF_METHOD: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 
-# What the paper leaves untested, each a change of the tuned P-EGNN: noise shared by the particles, at the first layers,
-# zero at the start; dimension 32, K = 4.
+# Ablations that the paper does not test. Each changes the tuned P-EGNN. There, particles share the noise, noise enters
+# at the first layers, noise weights start at zero, the noise dimension is 32, and K = 4.
 ABLATIONS: dict[str, dict[str, Any]] = {
     "noise-per-particle": {"options": {"particles": 5}},
     "every-layer": {"options": {"every_layer": True}},
@@ -94,12 +94,12 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "noise-dim-128": {"options": {"noise_dim": 128}},
     "samples-2": {"samples": (2, 2)},
     "samples-10": {"samples": (10, 10)},
-    "random-start": {"options": {"start": 0.1}},  # a shift of about half of what the layer gives
+    "random-start": {"options": {"start": 0.1}},  # shifts are about half as large as the output of the layer
     "random-start-dim-128": {"options": {"start": 0.1, "noise_dim": 128}},
     "random-start-0.3-dim-128": {"options": {"start": 0.3, "noise_dim": 128}},
 }
 
-# AdamW in twice the passes, where Muon is what methods are trained by: the recipe, and for which training sizes
+# AdamW with twice the passes, for methods and sizes that use Muon by default: recipe and training sizes
 _BEFORE: dict[str, Any] = {"orthogonal": False, "epochs": 300, "learning_rate": 2e-3}
 ADAMW: dict[str, tuple[Recipe, tuple[int, ...]]] = {
     "p-egnn+adamw": (replace(RECIPES["p-egnn"], many=None), (10_000,)),
@@ -110,10 +110,10 @@ ADAMW: dict[str, tuple[Recipe, tuple[int, ...]]] = {
 
 
 def trials(methods: Sequence[str]) -> dict[str, Recipe]:
-    """The recipe of every trial, by "method+trial"."""
+    """The recipe of every trial of these methods, by "method+trial"."""
     for method in methods:
         if method not in OF_METHOD:
-            raise ValueError(f"unknown method {method!r}; tuned are: {', '.join(OF_METHOD)}")
+            raise ValueError(f"unknown method {method!r}; allowed: {', '.join(OF_METHOD)}")
     return {
         f"{method}+{name}": replace(START, **change)
         for method in methods
@@ -122,6 +122,7 @@ def trials(methods: Sequence[str]) -> dict[str, Recipe]:
 
 
 def ablations() -> dict[str, Recipe]:
+    """The recipe of every ablation, by "p-egnn+ablation"."""
     tuned = RECIPES["p-egnn"]
     changed = {}
     for name, change in ABLATIONS.items():
@@ -131,13 +132,13 @@ def ablations() -> dict[str, Recipe]:
 
 
 def tune(methods: Sequence[str], folder: Path, *, jobs: int, console: Console) -> None:
-    """Train each trial of these methods and judge it on the validation data."""
+    """Train each trial of these methods, score it on the validation data, and write the table."""
     preset = Preset(NBodySettings(), trials(tuple(OF_METHOD)), validation_only=True)
     _run([Cell(name, 1000, 0) for name in trials(methods)], preset, folder, jobs=jobs, console=console)
 
 
 def ablate(folder: Path, *, seeds: int, jobs: int, console: Console) -> None:
-    """Train each ablation."""
+    """Train and test each ablation, and write the table."""
     sizes = dict.fromkeys(ablations(), (1000,)) | {name: sizes for name, (_, sizes) in ADAMW.items()}
     cells = [Cell(name, size, seed) for name, own in sizes.items() for size in own for seed in range(seeds)]
     recipes = ablations() | {name: recipe for name, (recipe, _) in ADAMW.items()}
@@ -145,7 +146,7 @@ def ablate(folder: Path, *, seeds: int, jobs: int, console: Console) -> None:
 
 
 def _run(cells: Sequence[Cell], preset: Preset, folder: Path, *, jobs: int, console: Console) -> None:
-    """Run the cells that are not finished, then write the table of all that are."""
+    """Run the unfinished cells, then write the table of all finished cells."""
     prepare(cells, preset, folder, seeds=0)
     try:
         run_cells(cells, partial(work, preset=preset, folder=folder, seeds=0), folder, jobs=jobs, console=console)
@@ -157,7 +158,7 @@ def _run(cells: Sequence[Cell], preset: Preset, folder: Path, *, jobs: int, cons
 
 
 def table(results: dict[Cell, dict[str, Any]]) -> str:
-    """Scores on the validation data at their best on the way and at the end; the best CRPS first within a method."""
+    """Markdown table of validation scores, best during training and at the end; sorted by method and best CRPS."""
     lines = [
         "| method | variant | seed | best: epoch, CRPS x 1e2, SSR | end: epoch, MSE x 1e3 | CRPS x 1e2 | SSR | loss |",
         "|---|---|---|---|---|---|---|---|",

@@ -1,1 +1,1 @@
-"""The paper's second benchmark: a pretrained potential fine-tuned on silica by every method."""
+"""The paper's second benchmark: every method fine-tunes a pretrained potential on silica."""

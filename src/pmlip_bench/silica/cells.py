@@ -1,4 +1,4 @@
-"""The paper's second benchmark: a pretrained potential fine-tuned on silica by every method."""
+"""Runs the cells of the silica benchmark: every method fine-tunes the same pretrained potential."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ def run(
     console: Console,
     device: str = "cpu",
 ) -> list[dict[str, Any]]:
-    """Run the cells that are not finished, then write the table and the figure of all that are, and give its rows."""
+    """Run the unfinished cells, write the table and the figure of all finished cells, and return the table's rows."""
     check_installed()
     for name in names:
         methods.check(method := name.partition("+")[0])
@@ -53,7 +53,7 @@ def run(
             allowed = ", ".join([method, *own])
             raise ValueError(f"unknown variant {name!r}; allowed: {allowed}{did_you_mean(name, own)}")
     for size in sizes:
-        splits(size, settings)  # refuses what asks for more structures than there are
+        splits(size, settings)  # raises an error if there are too few structures
     check_files(settings, load_backbone(settings.backbone, weights=settings.weights, trust=settings.trust))
     prefix = f"{slug(settings.backbone)}-{slug(stem(settings.data))}"
     cells = [Cell(f"{prefix}-{name}", size, seed) for size in sizes for name in names for seed in range(seeds)]
@@ -65,29 +65,29 @@ def run(
     job = partial(work, settings=settings, folder=folder, device=device)
     try:
         run_rounds([trained, composed], lambda part: run_cells(part, job, folder, jobs=jobs, console=console))
-    finally:  # also when a cell failed: what is finished is worth a table
+    finally:  # also when a cell failed: show the finished cells
         rows = publish(folder, table=table, summary=summary, figure=figure, console=console)
     return rows
 
 
 def _check_stored(prefix: str, settings: SilicaSettings, folder: Path) -> None:
-    """One table holds all cells of a backbone and a data set, so all must have been made with these settings."""
+    """Check the settings of all stored cells of this backbone and data set, because one table shows them together."""
     stored = {cell: result for cell, result in read_cells(folder).items() if cell.method.startswith(f"{prefix}-")}
     hashes = {size: splits(size, settings).hash for size in {cell.size for cell in stored}}
     for cell, result in stored.items():
-        # of these, files from before they could be set say nothing
-        told = result["settings"] | {"config": FORMERLY | result["settings"]["config"]}
-        check_settings(cell.file(folder), told, _described(settings, cell, hashes[cell.size]))
+        # older result files lack the settings in FORMERLY
+        complete = result["settings"] | {"config": FORMERLY | result["settings"]["config"]}
+        check_settings(cell.file(folder), complete, _described(settings, cell, hashes[cell.size]))
 
 
 def _check_weights(composed: Sequence[Cell], folder: Path) -> None:
-    """What a cell is made of must be there, or be made before it."""
+    """Check that the models a cell is built from have their weights, or will be trained first."""
     for cell in composed:
         for part in made_of(cell):
             if not cell.file(folder).exists() and part.file(folder).exists() and not _weights(part, folder).exists():
                 raise FileNotFoundError(
-                    f"{cell.name} needs {_weights(part, folder)}, which is kept only where it was trained; remove "
-                    f"{part.file(folder)} to train it again"
+                    f"{cell.name} needs the weights {_weights(part, folder)}, which exist only on the machine that "
+                    f"trained them; delete {part.file(folder)} to train them again"
                 )
 
 
@@ -100,7 +100,7 @@ def _method(cell: Cell) -> str:
 
 
 def made_of(cell: Cell) -> list[Cell]:
-    """The fine-tunings of another method that a cell is made of, where it needs none of its own."""
+    """The cells whose fine-tuned models this cell is built from; empty if the cell fine-tunes a model itself."""
     name = _method(cell)
     built = None if "+" in name else methods.built_from(name)
     if built is None:
@@ -108,7 +108,7 @@ def made_of(cell: Cell) -> list[Cell]:
     part = replace(cell, method=cell.method.removesuffix(name) + built.method)
     if not built.several:
         return [part]
-    first = cell.seed - cell.seed % 4  # as in the paper: of four seeds all but its own
+    first = cell.seed - cell.seed % 4  # as in the paper: the three other seeds of each group of four
     return [replace(part, seed=seed) for seed in range(first, first + 4) if seed != cell.seed]
 
 
@@ -121,9 +121,9 @@ def _config(settings: SilicaSettings, cell: Cell) -> FinetuneConfig:
 
 
 def _described(settings: SilicaSettings, cell: Cell, structures: str) -> dict[str, Any]:
-    """The settings as a result file holds them: of files their names, which are the same on every machine.
+    """The settings as stored in the result file; file names without folders, to be the same on every machine.
 
-    structures: the hash of all structures of the cell, since files of one name can differ.
+    structures: hash of all structures of the cell, because files with the same name can differ.
     """
     content = asdict(replace(settings, config=_config(settings, cell)))
     content["data"] = without_folder(settings.data)
@@ -138,12 +138,14 @@ def _described(settings: SilicaSettings, cell: Cell, structures: str) -> dict[st
 
 
 def work(cell: Cell, *, settings: SilicaSettings, folder: Path, device: str = "cpu") -> dict[str, Any]:
-    """Fine-tune one method, or put it together from what is fine-tuned, and judge it."""
+    """Fine-tune the method of a cell, or build it from fine-tuned models, and return its scores."""
     data = splits(cell.size, settings)
     if parts := made_of(cell):
-        for part in parts:  # several cells may be made of it, and must not train it side by side
+        for part in parts:  # other cells may need it too and must not train it at the same time
             if not _weights(part, folder).exists():
-                raise FileNotFoundError(f"{cell.name} is made of {part.name}, which has not been fine-tuned")
+                raise FileNotFoundError(
+                    f"{cell.name} is built from {part.name}, which is not fine-tuned; run {part.name} first"
+                )
         tuned = [_fine_tuned(part, data, settings, folder, device) for part in parts]
         model = methods.build(_method(cell), tuned, data.valid)
         training = _summed([_training(part) for part in tuned])
@@ -179,20 +181,22 @@ def work(cell: Cell, *, settings: SilicaSettings, folder: Path, device: str = "c
         result["unseen"][place] = benchmark_scores(outside[place].scores) | against
     if has_spread and outside:
         result["test_and_unseen"] = rank_together([inside, *outside.values()])
-        three = {place: other.subset(3) for place, other in outside.items()}  # beside ensembles, which have no more
+        # to compare with ensembles, which have three samples
+        three = {place: other.subset(3) for place, other in outside.items()}
         result["unseen_three_samples"] = {place: compare(inside.subset(3), other) for place, other in three.items()}
         result["test_and_unseen_three_samples"] = rank_together([inside.subset(3), *three.values()])
     return {**result, "settings": _described(settings, cell, data.hash), **environment()}
 
 
 def _spread_factors(model: Method, valid: Sequence[Atoms], settings: SilicaSettings) -> tuple[float, float]:
-    """The factors for the spread that suit the forces and the energies of the validation data best.
+    """The factors on the spread of forces and energies that minimise the CRPS on the validation data.
 
-    1 for the Gaussians, which are fitted to them already, and for ensembles, whose samples are too few to tell.
+    1 for the Gaussians, which are already fitted on the validation data, and for ensembles, which have too few samples
+    to fit a factor.
     """
     if model.fixed_samples is not None or model.learner().needs_validation:
         return 1.0, 1.0
-    # of a seed of their own: what is chosen by some samples must not be tested by the same
+    # other samples than in the test, so that the test does not see the samples the factor was fitted on
     drawn, target = model.sample(valid, samples=settings.test_samples, seed=SEED_OF_FIT), labels(valid)
     atoms = target.atoms_per_system
     return (
@@ -202,7 +206,7 @@ def _spread_factors(model: Method, valid: Sequence[Atoms], settings: SilicaSetti
 
 
 def _fine_tuned(cell: Cell, data: Splits, settings: SilicaSettings, folder: Path, device: str) -> Method:
-    """The fine-tuned method of a cell. Its weights are kept, with its settings beside them, for cells built from it."""
+    """The fine-tuned model of a cell. Weights and settings are saved, for cells that are built from this model."""
     file = _weights(cell, folder)
     note = file.with_suffix(".json")
     described = _described(settings, cell, data.hash)
@@ -210,7 +214,7 @@ def _fine_tuned(cell: Cell, data: Splits, settings: SilicaSettings, folder: Path
     if file.exists() and note.exists() and json.loads(note.read_text()) == described:
         stored: Method = load(file, backbone=backbone, device=device)
         return stored
-    torch.manual_seed(cell.seed)  # for the parameters that a method adds to the backbone
+    torch.manual_seed(cell.seed)  # initial values of the parameters that a method adds to the backbone
     model = methods.make(_method(cell).partition("+")[0], backbone, **_variant(cell).options)
     config = replace(_config(settings, cell), seed=cell.seed)
     unfinished = file.with_suffix("")
@@ -222,7 +226,7 @@ def _fine_tuned(cell: Cell, data: Splits, settings: SilicaSettings, folder: Path
 
 
 def _training(model: Method) -> dict[str, Any]:
-    """What a fine-tuning cost, and its validation curve."""
+    """Cost and validation curve of a fine-tuning run."""
     history = model.history
     assert history is not None
     return {
@@ -237,5 +241,5 @@ def _training(model: Method) -> dict[str, Any]:
 
 
 def _summed(costs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What several fine-tunings cost together; all else is that of the first."""
+    """Total cost of several fine-tuning runs; all other entries are taken from the first run."""
     return costs[0] | {key: sum(cost[key] for cost in costs) for key in ("steps", "structures", "passes", "seconds")}

@@ -1,4 +1,4 @@
-"""What is made of the cells of the silica benchmark: Table 2 and Figure 2 of the paper, for each backbone and data."""
+"""Tables and figure of the silica benchmark, as Table 2 and Figure 2 of the paper, per backbone and data set."""
 
 import statistics
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TRIVIAL = ["deterministic", "constant", "force-scaled", "confidence"]
-# in this order in tables and figures, and others after them
+# order in tables and figures; other methods follow
 METHODS = [*TRIVIAL, "ensemble", "mc-dropout", "blip", "blip+published", "p", "p+paper", "p-ensemble"]
 
 Forms = Mapping[str, tuple[str, float, int]]  # name -> title, scale and digits
@@ -20,7 +20,7 @@ Forms = Mapping[str, tuple[str, float, int]]  # name -> title, scale and digits
 def _forms(
     names: Iterable[str], *, titles: Mapping[str, str] | None = None, digits: Mapping[str, int] | None = None
 ) -> Forms:
-    """The columns of a table, from the table of metrics; titles and digits override it."""
+    """Title, scale and digits of each column, from the table of metrics; `titles` and `digits` override it."""
     known, own_titles, own_digits = benchmark_columns(), titles or {}, digits or {}
     made = {}
     for name in names:
@@ -30,7 +30,7 @@ def _forms(
 
 
 def _score_and_place(name: str) -> tuple[str, str]:
-    """A column's score and the part of a result that holds it: ssr_as_trained is the ssr of test_as_trained."""
+    """The score a column shows and the entry of a result that holds it: ssr_as_trained -> ssr, test_as_trained."""
     ending = next((ending for ending in ("_as_trained", "_three_samples") if name.endswith(ending)), "")
     return name.removesuffix(ending), f"test{ending}"
 
@@ -51,7 +51,7 @@ RANKING = _forms(  # a separate table
     titles={"spearman": "structures", "spearman_three_samples": "of 3 samples"},
 )
 FORMS: Forms = {**COLUMNS, **RANKING}
-UNSEEN = _forms(  # structures out of distribution; the ratios are against the test set
+UNSEEN = _forms(  # out-of-distribution structures; ratios are relative to the test set
     [
         *("force_mae", "force_crps", "error_ratio", "spread_ratio", "ssr", "auroc_spread", "auroc_force"),
         "energy_mae",
@@ -62,7 +62,7 @@ UNSEEN = _forms(  # structures out of distribution; the ratios are against the t
 # The paper's Figure 2, mean and standard deviation: F-MAE and F-CRPS in meV/Å, Spearman.
 PAPER_BACKBONE, PAPER_READER = "orb:orb_v3_direct_20_omat", "tan_silica:"
 PAPER_COLUMNS = ("force_mae", "force_crps", "spearman")
-PAPER_METHODS = {"p+paper": "p", "blip+published": "blip"}  # the paper's own settings
+PAPER_METHODS = {"p+paper": "p", "blip+published": "blip"}  # variants with the paper's settings
 PAPER: dict[tuple[str, int], tuple[tuple[float, float], ...]] = {
     ("blip", 32): ((6.05, 0.04), (5.78, 0.04), (0.409, 0.003)),
     ("blip", 128): ((3.27, 0.13), (2.80, 0.20), (0.466, 0.068)),
@@ -74,9 +74,9 @@ PAPER: dict[tuple[str, int], tuple[tuple[float, float], ...]] = {
 
 
 def summary(results: Results) -> list[dict[str, Any]]:
-    """Mean and standard deviation over seeds for each backbone, data, size and method.
+    """Rows with mean and standard deviation over seeds for each backbone, data set, size and method.
 
-    The paper's values stand beside ours where backbone and data are its own.
+    Rows with the paper's backbone and data also hold the paper's values.
     """
     groups: dict[tuple[str, str, int, str], list[dict[str, Any]]] = {}
     for result in results.values():
@@ -90,7 +90,7 @@ def summary(results: Results) -> list[dict[str, Any]]:
         row["samples"] = found[0]["samples"]
         for name in FORMS:
             score, place = _score_and_place(name)
-            places = [result.get(place, result["test"]) for result in found]  # an ensemble has three samples
+            places = [result.get(place, result["test"]) for result in found]  # ensembles: already three samples
             values = [place[score] for place in places if score in place]
             if values:
                 row[name] = over_seeds(values)
@@ -105,14 +105,15 @@ def summary(results: Results) -> list[dict[str, Any]]:
             if together := [result[name] for result in found if name in result]:
                 row[name] = _each_over_seeds(together)
         for part in ("training", "prediction"):
-            row[f"{part}_seconds"] = min(result[part]["seconds"] for result in found)  # other work can only add
+            # the minimum, because other work on the machine only adds time
+            row[f"{part}_seconds"] = min(result[part]["seconds"] for result in found)
             row[f"{part}_passes"] = statistics.mean(result[part]["passes"] for result in found)
         rows.append(row)
     return rows
 
 
 def _each_over_seeds(found: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Not every seed has every score: of a constant there is no rank correlation."""
+    """Mean and standard deviation of each score. A seed can lack a score: constant spreads have no rank correlation."""
     names = dict.fromkeys(name for scores in found for name in scores)
     return {name: over_seeds([scores[name] for scores in found if name in scores]) for name in names}
 
@@ -128,7 +129,7 @@ def _value(row: dict[str, Any], name: str) -> str:
 
 
 def _by_place(results: Results) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """The rows of the summary for each backbone and data."""
+    """The rows of the summary by backbone and data set."""
     rows = summary(results)
     places = sorted({(row["backbone"], row["data"]) for row in rows})
     return {place: [row for row in rows if (row["backbone"], row["data"]) == place] for place in places}
@@ -140,7 +141,7 @@ def _markdown(heading: list[str], lines: list[list[Any]]) -> str:
 
 
 def table(results: Results) -> str:
-    """Table 2 as Markdown, one for each backbone and data: forces in meV/Å, energies in meV/atom."""
+    """Table 2 as Markdown, one table per backbone and data set: forces in meV/Å, energies in meV/atom."""
     titles = [title for title, _, _ in COLUMNS.values()]
     heading = ["n", "method", "K", *titles, "passes and seconds of training", "of prediction", "seeds"]
     parts = []
@@ -159,7 +160,7 @@ def table(results: Results) -> str:
 
 
 def overview(results: Results) -> str:
-    """CRPS of the forces and spread-skill ratio, a row for each method and a column for each data set and size."""
+    """CRPS of the forces and spread-skill ratio: one row per method, one column per backbone, data set and size."""
     rows = {(row["backbone"], row["data"], row["size"], row["method"]): row for row in summary(results)}
     places = sorted({key[:3] for key in rows})
     lines = []
@@ -177,7 +178,7 @@ def _crps_and_ratio(row: dict[str, Any]) -> str:
 
 
 def ranking_table(results: Results) -> str:
-    """How well spreads rank errors, beside what the size of the force does, as Markdown: Spearman correlations."""
+    """Markdown table of Spearman correlations with the error, for the spread and for the size of the force."""
     heading = ["n", "method", "K", *(title for title, _, _ in RANKING.values()), "seeds"]
     parts = []
     for (backbone, data), rows in _by_place(results).items():
@@ -192,7 +193,7 @@ def ranking_table(results: Results) -> str:
 
 
 def unseen_table(results: Results) -> str:
-    """Out of distribution, as Markdown: does the spread rise where the error does?"""
+    """Markdown table of out-of-distribution scores: does the spread grow with the error?"""
     heading = ["n", "structures", "method", *(title for title, _, _ in UNSEEN.values()), "seeds"]
     parts = []
     for (backbone, data), rows in _by_place(results).items():
@@ -213,14 +214,14 @@ def unseen_table(results: Results) -> str:
 
 
 def together_table(results: Results) -> str:
-    """How well the spread ranks all structures, those of the test set and the unseen, by their error, as Markdown."""
+    """Markdown table of how well the spread ranks test and unseen structures together by their error."""
     heading = ["n", "method", "K", "Spearman", "of 3 samples", "of the force", "seeds"]
     parts = []
     for (backbone, data), rows in _by_place(results).items():
         lines = []
         for row in rows:
             if scores := row.get("test_and_unseen"):
-                three = row.get("test_and_unseen_three_samples", scores)  # an ensemble has no more
+                three = row.get("test_and_unseen_three_samples", scores)  # ensembles: already three samples
                 ranked = (scores["spearman"], three["spearman"], scores["spearman_of_force"])
                 values = [with_deviation(value, 1, 2) for value in ranked]
                 lines.append([row["size"], row["method"], row["samples"], *values, row["seeds"]])
@@ -230,7 +231,7 @@ def together_table(results: Results) -> str:
 
 
 def trials_table(results: Results) -> str:
-    """The trials of the tuning as Markdown, with whether the spread tells what is unseen."""
+    """Markdown table of the tuning trials, with the AUROC of the spread for detecting unseen structures."""
     names = ("force_mae", "force_crps", "ssr_as_trained", "energy_crps")
     lines = []
     for row in summary(results):
@@ -246,7 +247,7 @@ def trials_table(results: Results) -> str:
 
 
 def figure(results: Results) -> "Figure":
-    """Figure 2: accuracy, score, calibration and ranking against the size of the training set, a row per data set."""
+    """Figure 2: error, CRPS, SSR and rank correlation against training size; one row per backbone and data set."""
     places = _by_place(results)
     shown = ("force_mae", "force_crps", "ssr", "spearman")
     picture = empty_figure(3.4 * len(shown), 3.2 * len(places))

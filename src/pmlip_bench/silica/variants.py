@@ -1,4 +1,4 @@
-"""Methods of the silica benchmark fine-tuned otherwise, by "method+variant": what it compares, and what was tried."""
+"""Variants of methods in the silica benchmark, named "method+variant": compared variants and tuning trials."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,22 +9,22 @@ from pmlip.training.config import FinetuneConfig
 
 @dataclass(frozen=True)
 class Variant:
-    config: Mapping[str, Any] = field(default_factory=dict)  # what it changes in the settings of the fine-tuning
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the method
+    config: Mapping[str, Any] = field(default_factory=dict)  # changed fine-tuning settings
+    options: Mapping[str, Any] = field(default_factory=dict)  # changed options of the method
 
 
-# what a method has of its own in the benchmark, by its trials
+# settings of single methods in the benchmark, found by the trials below
 TUNED = {"blip": Variant({"second_moment": 0.999}), "mc-dropout": Variant({"last_rate": 0.0})}
 
-# what is scored
+# the paper's loss
 AS_IN_THE_PAPER: dict[str, Any] = {"energy_without_noise": 0.0, "forces_without_noise": 0.0, "common_energy": 1.0}
-# of cells from before these could be set
+# the values used before these settings existed; older result files lack them
 FORMERLY: dict[str, Any] = AS_IN_THE_PAPER | {"last_rate": 0.0, "balance": 0.0}
 
 COMPARED = {
     "p+paper": Variant({"start": 0.0, **AS_IN_THE_PAPER}, {"noise_dim": 32}),
-    # its schedule counts steps but is advanced once per epoch, so its rates rise until the end; the usual memory of
-    # AdamW and no mean of the weights, of which it says nothing
+    # The published schedule counts steps but is advanced once per epoch, so learning rates rise until the end. The BLIP
+    # paper does not mention beta2 of AdamW or weight averaging: the usual 0.999 and no averaging are used.
     "blip+published": Variant(
         {
             **AS_IN_THE_PAPER,
@@ -41,7 +41,7 @@ COMPARED = {
     ),
 }
 
-# The tuning of CHGNet: for each method the same number of trials, which differ from what was usual before it.
+# The tuning of CHGNet: the same number of trials for each method. Each trial changes the settings in BEFORE.
 BEFORE = FinetuneConfig(steps=200, start=0.0, **FORMERLY)
 TRIALS: dict[str, dict[str, Variant]] = {
     "p": {
@@ -70,9 +70,9 @@ TRIALS: dict[str, dict[str, Variant]] = {
     },
 }
 
-# What else was tried: the usual memory of AdamW, other weights and scores of the energies, rates that do not fall to
-# zero, and what could help the forces of P.
-FIXED = 1e-9  # a rate at which noise weights stay what they are: the backbone learns to live with the noise
+# Other trials: the usual beta2 of AdamW, other energy weights and energy losses, learning rates that do not fall to
+# zero, and settings that could improve the forces of P.
+FIXED = 1e-9  # learning rate that keeps the noise weights constant: only the backbone is trained
 _ENERGIES = {"energy_without_noise": 1.0, "common_energy": 0.1}
 _FORCES = {"start": 1.0, "forces_without_noise": 1.0, **_ENERGIES}
 _BALANCED = {**_FORCES, "last_rate": 0.3, "balance": 1.0}
@@ -102,11 +102,11 @@ ATTEMPTS = {
 
 
 def trials(methods: list[str]) -> list[str]:
-    """The names of all trials of these methods; "method+trial" names one, also of what else was tried."""
+    """The names of all trials of these methods. "method+trial" selects one trial, also from ATTEMPTS."""
     names = []
     for method in methods:
         if method not in TRIALS and "+" not in method:
-            raise ValueError(f"unknown method {method!r}; tuned are: {', '.join(TRIALS)}")
+            raise ValueError(f"unknown method {method!r}; allowed: {', '.join(TRIALS)}")
         names += [method] if "+" in method else [f"{method}+{name}" for name in TRIALS[method]]
     return names
 

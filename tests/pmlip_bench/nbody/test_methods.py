@@ -137,7 +137,7 @@ def test_the_best_on_the_way_is_kept_if_asked():
     kept = train(pegnn(), data(), replace(recipe, patience=1), seed=1, points=5, watch=watch)
     assert len(kept.curve) == len(seen) == 4  # the second judgement without a better one is the last
     assert all(torch.equal(a, b) for a, b in zip(kept.method.parameters(), seen[1], strict=True))
-    with pytest.raises(ValueError, match="must be watched on validation data"):
+    with pytest.raises(ValueError, match="patience=1 needs validation scores; pass watch"):
         train(pegnn(), data(), replace(recipe, patience=1), seed=1)
 
 
@@ -258,10 +258,13 @@ def test_the_table_of_parameters_is_the_papers():
             lambda: train(pegnn(), data(), Recipe(batch=20, samples=(1, 4)), seed=0),
             r"at least 2 samples, got samples=\(1, 4\)",
         ),
-        (lambda: Deterministic(SMALL).sample(data(), samples=3), "has one sample, not 3"),
-        (lambda: Ensemble([Deterministic(SMALL)] * 3).sample(data(), samples=2), "ensemble of 3 members"),
+        (lambda: Deterministic(SMALL).sample(data(), samples=3), "has one sample, got samples=3"),
+        (
+            lambda: Ensemble([Deterministic(SMALL)] * 3).sample(data(), samples=2),
+            "ensemble of 3 members has 3 samples, got samples=2",
+        ),
         (lambda: leave_one_out([Deterministic(SMALL)] * 2), "at least 3 members, got 2"),
-        (lambda: train(pegnn(), data(), Recipe(batch=100), seed=0), "a batch of 100 cannot be taken from 40"),
+        (lambda: train(pegnn(), data(), Recipe(batch=100), seed=0), "batch=100 is larger than the training set of 40"),
     ],
 )
 def test_bad_input_is_refused(call, message):

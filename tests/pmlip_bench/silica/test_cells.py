@@ -94,13 +94,13 @@ def test_the_ensemble_of_a_seed_leaves_its_own_out_of_four():
     ("arguments", "message"),
     [
         (["--methods", "blibb"], "did you mean 'blip'?"),
-        (["--data", "silica-pbe", "--unseen", "edi.npz"], "silica-pbe has labels, test and unseen sets of its own"),
-        (["--energy-key", "e"], "silica-pbe has labels, test and unseen sets of its own"),
+        (["--data", "silica-pbe", "--unseen", "edi.npz"], "silica-pbe includes labels, a test set and unseen sets"),
+        (["--energy-key", "e"], "a test set and unseen sets; omit --energy-key ... or choose other data"),
         (["--methods", "blip+pubished"], "unknown variant 'blip+pubished'; allowed: blip, blip+published"),
-        (["--test", "20"], "--test 20: there is a test set already, that of silica-pbe"),
+        (["--test", "20"], "--test 20 cannot be used here, because silica-pbe includes a test set"),
         (
             ["--sizes", "32,161"],
-            "161 structures in all were asked for, with those to validate and test on, but silica-pbe holds 160",
+            "161 structures are needed to train on, but silica-pbe has 160; choose a smaller training size",
         ),
     ],
 )
@@ -178,7 +178,7 @@ def test_the_command_for_the_setting_of_the_paper_with_a_small_orb_and_a_file_of
     assert (len(parts.train), len(parts.valid), len(parts.test)) == (3, 2, 4)
     result = invoke(*arguments, "--sizes", 5, "--out", out)
     assert result.exit_code == 2
-    assert "6 structures in all were asked for" in " ".join(result.output.split())
+    assert "6 structures are needed to train and validate on" in " ".join(result.output.split())
 
 
 def test_cells_from_before_a_setting_was_there_belong_to_what_was_done_then(tmp_path):

@@ -20,7 +20,7 @@ def test_a_variant_changes_something_and_can_be_made():
 
 
 def test_methods_without_trials_are_refused():
-    with pytest.raises(ValueError, match="unknown method 'constant'; tuned are: p, blip, mc-dropout, deterministic"):
+    with pytest.raises(ValueError, match="unknown method 'constant'; allowed: p, blip, mc-dropout, deterministic"):
         trials(["constant"])
 
 
