@@ -1,10 +1,14 @@
 """Update the tables in README.md and docs/*.md from the result files: python docs/tables.py
 
+`python docs/tables.py --compare REVISION` tells which tables differ from those at a git revision instead.
+
 In a page, each table stands between `<!-- table: NAME -->` and `<!-- end -->`. A test fails if a table is out of date.
 """
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +22,7 @@ from pmlip_bench.silica import tables as silica_tables
 
 PROJECT = Path(__file__).parents[1]
 RESULTS = PROJECT / "benchmarks" / "results"
+TABLE = re.compile(r"(<!-- table: ([\w ]+) -->)\n(.*?)(<!-- end -->)", flags=re.DOTALL)
 PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
 
 
@@ -66,11 +71,31 @@ def up_to_date(text: str) -> str:
     """The text of a page with all tables updated from the result files."""
 
     def replaced(found: re.Match[str]) -> str:
-        return f"{found[1]}\n{TABLES[found[2]]().rstrip()}\n{found[3]}"
+        return f"{found[1]}\n{TABLES[found[2]]().rstrip()}\n{found[4]}"
 
-    return re.sub(r"(<!-- table: ([\w ]+) -->)\n.*?(<!-- end -->)", replaced, text, flags=re.DOTALL)
+    return TABLE.sub(replaced, text)
+
+
+def tables_at(revision: str) -> dict[str, str]:
+    """The tables that the pages showed at a revision, by name."""
+    found: dict[str, str] = {}
+    listed = subprocess.check_output(["git", "ls-tree", "-r", "--name-only", revision], cwd=PROJECT, text=True)
+    for page in (name for name in listed.splitlines() if name.endswith(".md")):
+        text = subprocess.check_output(["git", "show", f"{revision}:{page}"], cwd=PROJECT, text=True)
+        found |= {name: table for _, name, table, _ in TABLE.findall(text)}
+    return found
+
+
+def compare(revision: str) -> int:
+    """Print which tables have changed since a revision; the number of changed tables."""
+    before = tables_at(revision)
+    changed = [name for name, table in before.items() if TABLES[name]().strip() != table.strip()]
+    print(f"{len(before)} tables at {revision}, {len(changed)} changed: {', '.join(changed) or 'none'}")
+    return len(changed)
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--compare"]:
+        sys.exit(compare(sys.argv[2]) > 0)
     for page in PAGES:
         page.write_text(up_to_date(page.read_text()))

@@ -4,7 +4,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from pmlip import losses
 from pmlip.memory import is_out_of_memory
 from pmlip.methods.base import FIXED_ATOMS, Initialisation, Method
 from pmlip.noise.draws import SEED_OF_FIT
-from pmlip.provenance import History, environment
 from pmlip.structures.atoms import as_structures, subsample
 from pmlip.structures.labels import check_labels, fingerprint, labels
 from pmlip.structures.rotation import random_rotation
@@ -28,6 +27,7 @@ from pmlip.training.config import FinetuneConfig
 from pmlip.training.distributed import Processes
 from pmlip.training.objective import Objective
 from pmlip.training.optimiser import Optimiser
+from pmlip.training.result import Finetuned
 from pmlip.training.run_state import (
     STATE_FILE,
     folder_of_part,
@@ -41,39 +41,6 @@ DEFAULT_ERROR = 0.05  # eV/Å, force error to assume if forces are not trained o
 ZERO_SHARE = 0.01  # learning rate of the sample energy offsets, relative to the energy error before fine-tuning
 STRUCTURES_FOR_OFFSETS, SAMPLES_FOR_OFFSETS = 64, 32
 SAVE_EVERY = 60.0  # seconds between saves of the run state
-
-
-@dataclass(frozen=True)
-class Finetuned:
-    """Summary of a run. For a model of several parts: values of the first part, with the total cost of all."""
-
-    steps: int
-    passes: int  # forward and backward passes: structures times samples
-    validation: dict[str, float]  # scores of the kept weights: "valid", and by label; empty without validation data
-    offsets: dict[int, float]  # eV per atom by atomic number, added to the reference energies of the backbone
-    scales: dict[str, float]  # mean absolute error of each label before fine-tuning
-    noise_rate: float  # learning rate of the parameters that the method adds
-    log: list[dict[str, float]] = field(repr=False)
-    seconds: float = 0.0
-
-    def history(self, config: FinetuneConfig) -> History:
-        """The history to store in the model file."""
-        scores = {"score" if name == "valid" else name.removeprefix("valid_"): x for name, x in self.validation.items()}
-        run_on = environment()
-        return History(
-            config=asdict(config),
-            energy_offsets=config.offsets,
-            steps=self.steps,
-            passes=self.passes,
-            seconds=round(self.seconds, 1),
-            offsets=self.offsets,
-            error_before=self.scales,
-            noise_rate=self.noise_rate,
-            validation=scores,
-            validation_curve=[line for line in self.log if "valid" in line],
-            versions=run_on["versions"],
-            machine=run_on["machine"],
-        )
 
 
 def finetune(
