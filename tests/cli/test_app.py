@@ -71,7 +71,7 @@ def test_short_help_is_the_first_line_of_the_help():
 
 
 def test_every_command_has_its_own_file():
-    shared = {"__init__", "options", "checks", "progress"}
+    shared = {"__init__", "options", "checks", "progress", "score_table"}
     assert {file.stem for file in (SOURCE / "cli").glob("*.py")} - shared == set(COMMANDS)
 
 

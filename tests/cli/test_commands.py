@@ -225,7 +225,7 @@ def wrong_files(folder):
         (["element.extxyz"], "element.extxyz: structure 4 (Og2): CHGNet does not know Og"),
         (
             ["forceless.extxyz"],
-            "forceless.extxyz: structure 2 (O6Si3): it carries no forces, and 5 of 6 structures do; remove it, or pass "
+            "forceless.extxyz: structure 2 (O6Si3): it carries no forces, and 3 of 4 structures do; remove it, or pass "
             "--missing to allow missing labels",
         ),
         (["empty.extxyz"], "empty.extxyz is empty"),

@@ -39,7 +39,7 @@ def fold(
     check_new_file(out)
     loaded = load(model, weights=weights, trust=trust)
     if loaded.fixed_samples != 1:  # a method with a single sample needs no spread
-        loaded.check_spread()
+        loaded.spread_samples(2)
     folded = loaded.member(sample, seed=seed)
     folded.save(out)
     backbone = f"{folded.name}:{folded.variant}"
