@@ -8,6 +8,7 @@ import pmlip
 from conftest import randomise_noise
 from pmlip import methods
 from pmlip.calibration import calibrate
+from pmlip.provenance import History
 from pmlip.scores import fair_crps
 from pmlip.spread_fit import best_factor, conformal_factor
 from pmlip.training.config import FinetuneConfig
@@ -174,3 +175,13 @@ def test_energies_of_a_model_that_was_trained_without_offsets_stay():
     model.scale_spread(2.0)
     assert calibrate(model, structures).shift == 0
     torch.testing.assert_close(model.predict(structures).energy, before)
+
+
+@pytest.mark.parametrize("energy_offsets", [True, False])
+def test_energies_trained_without_offsets_are_not_shifted(energy_offsets):
+    """Whether energies have offsets is part of the typed history, which a file keeps."""
+    model = randomise_noise(pmlip.perturb(tiny_backbone()), scale=0.3)
+    structures = labelled_by_its_own_samples(model, 6)
+    model.scale_spread(2.0)
+    model.history = History(config={}, energy_offsets=energy_offsets)
+    assert (calibrate(model, structures).shift != 0) == energy_offsets
