@@ -1,4 +1,4 @@
-"""The training loss, CRPS(E/N) + CRPS(F) (+ CRPS(stress)). All reduction and weighting of scores happens here."""
+"""The CRPS of a batch, CRPS(E/N) + CRPS(F) (+ CRPS(stress)), reduced and weighted, and its gradient in chunks."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple

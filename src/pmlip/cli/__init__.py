@@ -17,7 +17,7 @@ from pmlip.memory import keep_freed_memory
 
 __all__ = ["app", "load_command"]
 
-# name, which is also that of the file and of the function in it, and the first line of the help
+# name of the command, its file and its function, and the first line of its help
 COMMANDS = {
     "demo": "Fine-tune CHGNet on the silica data included in pmlip, and compare its spread with its error.",
     "finetune": "Fine-tune a pretrained potential on DFT data, so that it predicts an uncertainty.",

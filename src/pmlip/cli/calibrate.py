@@ -86,7 +86,7 @@ def calibrate_and_print(
     chunk_atoms: int | None = None,
     console: Console,
 ) -> dict[str, Any]:
-    """Calibrate a model in place, print the result, and add it to the record of the model; data: name of the file."""
+    """Calibrate a model in place and print the result; data: name of the structures, which the model keeps."""
     from pmlip import calibration
 
     with progress_bar(console) as bar:

@@ -130,7 +130,7 @@ def evaluate(
             with in_file(file):
                 loaded.backbone.check(structures[file], kept[file])
             asked = [structures[file][i] for i in kept[file]]
-            with progress_bar(console) as bar:
+            with progress_bar(console) as bar, in_file(file, structures[file]):
                 show = counter(bar, f"{names[path]} on {called[file]}", len(asked))
                 result = evaluation.evaluate(loaded, asked, samples=samples, seed=seed, progress=show)
             console.print(score_table_of(f"{names[path]} on {called[file]}", result))

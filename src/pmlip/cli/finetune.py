@@ -128,7 +128,7 @@ def finetune(
     console = Console(quiet=as_json or processes.rank > 0, stderr=dry_run)
     if tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ImportError("--tensorboard needs: pip install tensorboard")
-    torch.manual_seed(config.seed)  # of the parameters that a method adds; the same in all processes
+    torch.manual_seed(config.seed)  # the parameters that a method adds start equal in all processes
     trained = methods.make(method, load_backbone(backbone, weights=weights, trust=trust), **options)
     keys = {"energy_key": energy_key, "forces_key": forces_key, "stress_key": stress_key}
     files = {file: _read(file, keys, config, console) for file in ([train] if valid is None else [train, valid])}
@@ -152,7 +152,7 @@ def finetune(
             print(as_toml(given))
             print(f"# {steps} steps of {seconds:.2f} s: about {steps * seconds / 60:.0f} minutes")
         shown = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
-        print_json({"settings": shown, "steps": steps, "seconds_per_step": seconds}, as_json)
+        print_json({"settings": shown, "steps": steps, "seconds_per_step": seconds}, as_json and not processes.rank)
         return
     curves = out / "tensorboard" if tensorboard and processes.rank == 0 else None
     with progress_bar(console) as bar, _tensorboard(curves) as write_curves:
@@ -172,6 +172,7 @@ def finetune(
             result = finetuning.finetune(
                 trained, structures, valid=held_out, config=config, folder=out, processes=processes, progress=show
             )
+    processes.stop()
     if processes.rank:
         return
     assert trained.history is not None
@@ -273,7 +274,7 @@ def _has_free_forces(atoms: "Atoms") -> bool:
 
 
 def _split(available: int, count: int | None, seed: int, path: Path) -> tuple[list[int], list[int]]:
-    """Indices to train on (`count` of them, if given) and to hold out: a tenth, at least 2, and at least 4 of 16."""
+    """Indices to train on (`count`, if given) and to hold out: a tenth; at least 2, and at least 4 from 16 on."""
     import numpy as np
 
     wanted = available if count is None else count

@@ -37,7 +37,7 @@ def info(model: Model, as_json: AsJson = False) -> None:
             table.add_row(name.replace("_", " "), _shown(value))
     console.print(table)
     if not made:
-        console.print("No training record: the model was saved from Python, not by `pmlip finetune`.")
+        console.print("No training record: this model was not fine-tuned by pmlip.")
     print_json(record, as_json)
 
 

@@ -33,7 +33,7 @@ class Method(nn.Module, ABC):
     name: str  # its module in `pmlip.methods`
     backbone: Backbone
     fixed_samples: int | None = None  # number of samples, if the method fixes it
-    one_pass = False  # whether one forward pass gives all samples of a structure, and their mean
+    one_pass = False  # whether all samples come from one forward pass; `predict` then gives their exact mean
     row_noise = False  # whether noise is drawn per batch row; then samples depend on all structures of a call
     origin: checkpoint.Origin  # the backbone it was made from
     history: History | None = None  # how it was fine-tuned
@@ -69,7 +69,7 @@ class Method(nn.Module, ABC):
         raise ValueError(f"samples of {self.name} cannot be exported: their noise is drawn per batch row")
 
     def counterweights(self, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """Extra draws and weights: adding their weighted samples to the sample mean of `draws` reduces its error."""
+        """Control variates: extra draws, and the weights with which their samples are added to the sample mean."""
         return draws[:0], torch.zeros(0)
 
     def _scale_spread(self, factor: float) -> None:

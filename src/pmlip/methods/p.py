@@ -151,9 +151,9 @@ class PotentialLearner(Learner):
     def initialise(self, structures: Sequence[Atoms], how: Initialisation) -> float:
         """Set random noise weights that give a spread equal to the error, unless the model has noise weights already.
 
-        Training then reduces the spread where there are data. The default learning rate is 0.4 % of the equal noise
-        weights that would give a spread equal to the error. This fraction works for Orb-v2 and for CHGNet, although
-        Orb-v2 responds to noise twenty times as strongly.
+        Training then reduces the spread where there are data. The default learning rate is 0.4 % of w, where
+        noise weights of standard deviation w in every layer give a spread equal to the error. This fraction works for
+        Orb-v2 and for CHGNet, although Orb-v2 responds to noise twenty times as strongly.
         """
         model = self.model
         default = 0.0 if model.trained else 1.0

@@ -15,6 +15,7 @@ from ase import Atoms
 from torch import Tensor, nn
 
 from pmlip import losses
+from pmlip.backbones.base import weights_hash
 from pmlip.memory import is_out_of_memory
 from pmlip.methods.base import FIXED_ATOMS, Initialisation, Method
 from pmlip.noise.draws import SEED_OF_FIT
@@ -123,8 +124,13 @@ class _Run:
         self.steps = config.steps_for(len(train))
         self.rotate = not model.backbone.equivariant if config.rotate is None else config.rotate
         model.to(processes.device)
-        for data in filter(None, (train, valid)):
-            data.build_graphs(model.backbone)
+        # a structure that the potential cannot take must stop a run now, not in an hour
+        if self.rotate:
+            model.backbone.check(train.structures, range(len(train)))
+        else:
+            train.build_graphs(model.backbone)
+        if valid:
+            model.backbone.check(valid.structures, range(len(valid)))
         self.step, self.best, self.worse, self.log, self.spent = 0, math.inf, 0, list[dict[str, float]](), 0.0
         self.best_state: dict[str, Tensor] = {}
         self.identity = self._identity()
@@ -143,6 +149,7 @@ class _Run:
         """Everything that must be unchanged for a run to resume."""
         model, train, valid = self.model, self.train, self.valid
         made_from = {"method": type(model).__name__, "origin": asdict(model.origin), "settings": model.settings()}
+        made_from["weights"] = weights_hash(model.backbone)  # two models of one origin can differ
         return {
             "model": made_from,
             "config": asdict(self.config),
@@ -184,7 +191,7 @@ class _Run:
     def to_the_end(self, progress: Callable[[int, int, Mapping[str, float]], None]) -> Finetuned:
         began = saved = time.monotonic()
         spent = self.spent
-        checkpoints = {
+        validation_steps = {
             math.ceil(self.steps * (k + 1) / self.config.validations) for k in range(self.config.validations)
         }
         if self.step:
@@ -200,12 +207,12 @@ class _Run:
                 with uninterrupted():
                     latest = self._train_step()
                     self.step += 1
-                    if self.valid and self.step in checkpoints:
+                    if self.valid and self.step in validation_steps:
                         latest |= self._validate()
                     self.spent = spent + time.monotonic() - began
                     self.log.append({"step": self.step, "seconds": round(self.spent, 3), **latest})
                 progress(self.step, self.steps, latest)
-                if time.monotonic() - saved > SAVE_EVERY or self.step in checkpoints:
+                if time.monotonic() - saved > SAVE_EVERY or self.step in validation_steps:
                     self._save()
                     saved = time.monotonic()
         except KeyboardInterrupt:

@@ -19,11 +19,9 @@ class Objective:
 
     scales: mean absolute error of each label before fine-tuning.
 
-    Two terms need an explanation. First, a step that changes forces shifts all energies together by more than their
-    other errors. Correcting this shift in the loss would cost force accuracy, and a common offset is fitted at the end.
-    So the batch-mean energy error enters the loss with the small factor `common_energy`. Second, early in training the
-    energies of samples spread so widely that their gradient hardly moves the mean towards the label. So energies and
-    forces of the noise-free prediction are scored too.
+    Two terms need an explanation. Training on forces moves all energies by a common amount. This amount is fitted after
+    training, so the loss gives it only the small factor `common_energy`. Early in training the energies of samples
+    spread so widely that their gradient hardly moves their mean. So the prediction without noise is scored too.
     """
 
     def __init__(
