@@ -50,6 +50,7 @@ def test_the_vibrations_of_quartz_are_where_they_should_be(run):
     assert sum(abs(frequency) < 2 for frequency in frequencies) >= 3  # translations
 
 
+@pytest.mark.slow
 def test_the_bulk_modulus_stands_beside_that_of_dft(run):
     text = run("bulk_modulus.py")
     reference = number(text, r"PBE ([\d.]+) GPa")

@@ -76,6 +76,7 @@ def test_tensorboard_shows_no_step_twice_and_loses_none(tmp_path):
     assert [event.step for event in curves.Scalars("valid")] == [6]
 
 
+@pytest.mark.slow
 def test_the_spread_is_scaled_to_the_validation_structures(tmp_path):
     write(tmp_path / "valid.extxyz", read(SILICA, index=":4"))
     given = ["finetune", SILICA, "--valid", tmp_path / "valid.extxyz", *SHORT]

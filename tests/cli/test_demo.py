@@ -10,6 +10,7 @@ from pmlip.cli import app, demo
 pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_energy_zero")
 def test_the_demo_trains_shows_and_saves(tmp_path: Path, monkeypatch):
     for name, small in (("TRAINING", 8), ("VALIDATION", 2), ("TEST_SAMPLES", 3)):

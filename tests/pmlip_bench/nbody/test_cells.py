@@ -17,6 +17,7 @@ def invoke(*arguments):
     return CliRunner().invoke(app, ["bench", "nbody", *arguments])
 
 
+@pytest.mark.slow
 def test_one_cell_from_end_to_end(tmp_path, monkeypatch):
     monkeypatch.setenv("PMLIP_CACHE", str(tmp_path / "cache"))
     arguments = ["--preset", "quick", "--methods", "p-egnn", "--sizes", "200", "--seeds", "1"]

@@ -139,6 +139,7 @@ def test_labels_may_have_names_of_their_own(tmp_path):
     assert [atoms.get_potential_energy() for atoms in read] == [atoms.get_potential_energy() for atoms in given]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_energy_zero")
 def test_the_command_for_the_setting_of_the_paper_with_a_small_orb_and_a_file_of_its_form(tmp_path, monkeypatch):
     """Training from the front of one file, test on another, kcal/mol, weights of Orb-v3 from a local file."""
