@@ -1,5 +1,4 @@
 import copy
-import os
 import pickle
 from dataclasses import dataclass
 
@@ -13,19 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import pmlip
 from conftest import randomise_noise
+from perturbed_mlp import MLP, X, ddp_worker, make
 from pmlip.noise.injection import find_sites, noisy_layers, vanish_with_input
-
-
-class MLP(nn.Module):
-    """A module without an adapter; its second block begins with a norm and a dropout."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(5, 8), nn.SiLU(), nn.Linear(8, 8))
-        self.second = nn.Sequential(nn.LayerNorm(8), nn.Dropout(0.0), nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 2))
-
-    def forward(self, x):
-        return self.second(self.first(x))
 
 
 class CheckpointedMLP(MLP):
@@ -35,14 +23,6 @@ class CheckpointedMLP(MLP):
         for block in (self.first, self.second):
             x = checkpoint(block, x, use_reentrant=self.reentrant)
         return x
-
-
-def make(kind=MLP, *, noise_dim=4, **options):
-    torch.manual_seed(0)
-    return randomise_noise(pmlip.perturb(kind().double(), noise_dim=noise_dim, sites=["first", "second"]), **options)
-
-
-X = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 def assert_same(first, second, seed=0):
@@ -222,21 +202,9 @@ def test_several_models_in_one_process_and_in_one_ensemble():
     assert len(models.state_dict()) == 2 * len(models[0].state_dict())
 
 
-def _ddp_worker(rank, folder):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    model = make()
-    wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-    half = slice(3 * rank, 3 * rank + 3)
-    wrapped(X[half], noise=model.draw(2)[rank]).square().mean().backward()
-    if rank == 0:
-        torch.save([parameter.grad for parameter in model.parameters()], f"{folder}/gradients.pt")
-    torch.distributed.barrier()
-    os._exit(0)  # torch 2.13 can deadlock when it takes a gloo group and its reducer down
-
-
 def test_distributed_data_parallel(tmp_path):
     """Two processes, half the batch each: the gradient of the whole batch."""
-    torch.multiprocessing.spawn(_ddp_worker, args=(str(tmp_path),), nprocs=2)
+    torch.multiprocessing.spawn(ddp_worker, args=(str(tmp_path),), nprocs=2)
     model = make()
     e = model.draw(2)
     halves = [model(X[3 * rank : 3 * rank + 3], noise=e[rank]).square().mean() for rank in range(2)]
