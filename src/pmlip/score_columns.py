@@ -2,7 +2,7 @@
 
 This file alone defines which entries count:
 - an entry counts if its label and its prediction are finite;
-- an entry is free if its spread is above zero (forces: above SMALLEST_SPREAD; symmetry fixes the others);
+- an entry varies if its spread is above zero (forces: above SMALLEST_SPREAD; symmetry fixes the others);
 - atoms and structures are ranked by their forces, and only if every force has a label;
 - one sample, or an untrained model, has no spread.
 """
@@ -88,7 +88,7 @@ class Columns:
         return self.label.isfinite() & self.mean.isfinite()
 
     @cached_property
-    def free(self) -> Tensor:
+    def varying(self) -> Tensor:
         """Mask of the entries that count and have a spread, in the shape of the label."""
         return self.present & (self.spread > (SMALLEST_SPREAD if self.output == "forces" else 0))
 
@@ -108,11 +108,11 @@ class Columns:
         return Rows(self._system_of_entries[self.present].numpy(), chosen)
 
     @cached_property
-    def free_entries(self) -> Rows:
+    def varying_entries(self) -> Rows:
         """The entries with a spread; `covered` is 1 where the label lies in the 95 % interval."""
-        if not bool(self.free.any()):
+        if not bool(self.varying.any()):
             return NOTHING
-        rows = self.entries.where(self.free[self.present].numpy())
+        rows = self.entries.where(self.varying[self.present].numpy())
         covered = metrics.covered(rows["error"], rows["spread"], np.zeros(len(rows)), self.count)
         return Rows(rows.system, {**rows.arrays, "covered": covered.astype(float)})
 
@@ -126,9 +126,9 @@ class Columns:
         return Rows(self.system.numpy(), arrays)
 
     @cached_property
-    def free_atoms(self) -> Rows:
-        """The atoms of structures with at least one free force."""
-        return self.atoms.where(np.isin(self.atoms.system, self.system[self.free.any(-1)].numpy()))
+    def varying_atoms(self) -> Rows:
+        """The atoms of structures with at least one force that varies."""
+        return self.atoms.where(np.isin(self.atoms.system, self.system[self.varying.any(-1)].numpy()))
 
     @cached_property
     def structures(self) -> Rows:
@@ -137,8 +137,8 @@ class Columns:
             return NOTHING
         arrays = {"error": self.structure_error, "spread": self.structure_spread, "force": self.structure_force}
         if self.count > 3:
-            arrays["swapped_error"], arrays["swapped_spread"] = self._each_sample_as_truth()
-        if bool(self.free.any()):
+            arrays["swapped_square_error"], arrays["swapped_variance"] = self._each_sample_as_truth()
+        if bool(self.varying.any()):
             arrays["directions"] = metrics.effective_directions_per_system(self.samples, self.system)
         return Rows(np.arange(self.systems), arrays)
 
@@ -174,11 +174,11 @@ class Columns:
         The other samples are the prediction. This gives the scores of a perfectly calibrated model.
         """
         total, squares = self.samples.sum(0), self.samples.square().sum(0)
-        errors, spreads = [], []
+        square_errors, variances = [], []
         others = self.count - 1
         for truth in self.samples:
             mean = (total - truth) / others
             variance = (squares - truth.square() - others * mean.square()) / (others - 1)
-            errors.append(mean_per_system((mean - truth).square(), self.system, self.systems).numpy())
-            spreads.append(mean_per_system(variance, self.system, self.systems).numpy())
-        return np.stack(errors, 1), np.stack(spreads, 1)
+            square_errors.append(mean_per_system((mean - truth).square(), self.system, self.systems).numpy())
+            variances.append(mean_per_system(variance, self.system, self.systems).numpy())
+        return np.stack(square_errors, 1), np.stack(variances, 1)

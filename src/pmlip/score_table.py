@@ -42,11 +42,11 @@ class Metric:
 
     name: str  # in `Evaluation.scores` and in JSON
     title: str  # in tables; `heading` adds the kind of rows
-    rows: Literal["entries", "free_entries", "atoms", "structures"]  # of `Columns`
+    rows: Literal["entries", "varying_entries", "atoms", "structures"]  # of `Columns`
     columns: tuple[str, ...]  # names of the arrays that the function takes
     function: Callable[..., float]  # NaN where the metric is not defined
     unit: Literal["output", "%", ""] = ""  # "output": the unit of the output
-    fewest: int = 1  # with fewer rows, the metric is not defined
+    min_rows: int = 1  # with fewer rows, the metric is not defined
     outputs: tuple[str, ...] = LABELS  # outputs with this metric
     terminal: bool = True
     report: tuple[str, ...] = ()  # outputs whose value the report shows
@@ -83,7 +83,7 @@ class Metric:
         rows: Rows = getattr(columns, self.rows)
         if (
             columns.output not in self.outputs
-            or len(rows) < self.fewest
+            or len(rows) < self.min_rows
             or not all(name in rows for name in self.columns)
         ):
             return None
@@ -180,7 +180,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         name="coverage_95",
         title="in 95 % interval",
-        rows="free_entries",
+        rows="varying_entries",
         columns=("covered",),
         function=_mean,
         unit="%",
@@ -192,7 +192,7 @@ METRICS: tuple[Metric, ...] = (
         rows="structures",
         columns=("error", "spread"),
         function=metrics.spearman,
-        fewest=3,
+        min_rows=3,
         outputs=("forces",),
         benchmark={"forces": TableColumn("spearman", "Spearman")},
     ),
@@ -202,7 +202,7 @@ METRICS: tuple[Metric, ...] = (
         rows="structures",
         columns=("error", "force"),
         function=metrics.spearman,
-        fewest=3,
+        min_rows=3,
         outputs=("forces",),
         benchmark={"forces": TableColumn("spearman_of_force", "of the force")},
     ),
@@ -212,7 +212,7 @@ METRICS: tuple[Metric, ...] = (
         rows="structures",
         columns=("error", "spread", "force"),
         function=metrics.partial_spearman,
-        fewest=3,
+        min_rows=3,
         outputs=("forces",),
         benchmark={"forces": TableColumn("spearman_given_force", "given the force")},
     ),
@@ -222,7 +222,7 @@ METRICS: tuple[Metric, ...] = (
         rows="atoms",
         columns=("error", "spread"),
         function=metrics.spearman,
-        fewest=3,
+        min_rows=3,
         outputs=("forces",),
         report=("forces",),
         benchmark={"forces": TableColumn("spearman_atom", "atoms")},
@@ -233,7 +233,7 @@ METRICS: tuple[Metric, ...] = (
         rows="atoms",
         columns=("error", "force"),
         function=metrics.spearman,
-        fewest=3,
+        min_rows=3,
         outputs=("forces",),
         report=("forces",),
         benchmark={"forces": TableColumn("spearman_atom_of_force", "of the force")},
@@ -244,7 +244,7 @@ METRICS: tuple[Metric, ...] = (
         rows="atoms",
         columns=("error", "spread", "force"),
         function=metrics.partial_spearman,
-        fewest=3,
+        min_rows=3,
         outputs=("forces",),
         benchmark={"forces": TableColumn("spearman_atom_given_force", "given the force")},
     ),
@@ -252,9 +252,9 @@ METRICS: tuple[Metric, ...] = (
         name="spearman_structure_at_best",
         title="best possible",
         rows="structures",
-        columns=("swapped_error", "swapped_spread"),
+        columns=("swapped_square_error", "swapped_variance"),
         function=_mean_spearman,
-        fewest=3,
+        min_rows=3,
         outputs=("forces",),
         benchmark={"forces": TableColumn("spearman_at_best", "at best")},
     ),

@@ -9,7 +9,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from molecules import CONFIG, assert_same, model, molecules
 from pmlip.samples import mean_per_system
 from pmlip.structures.labels import labels
-from pmlip.training.baseline import prepare
+from pmlip.training.baseline import fit_offsets_and_measure_errors
 from pmlip.training.batches import LabelledStructures
 from pmlip.training.distributed import Processes
 from pmlip.training.finetuning import finetune
@@ -55,7 +55,9 @@ def test_predictions_without_noise_are_learned_beside_those_of_samples(label):
         missed = missed / target.atoms_per_system
     else:
         missed = mean_per_system(missed, target.system, target.systems)
-    before = prepare(model(), LabelledStructures(data), config)[1][label]  # the unit of the errors
+    before = fit_offsets_and_measure_errors(model(), LabelledStructures(data), config)[1][
+        label
+    ]  # the unit of the errors
     (2.0 * config.weights[label] / before * missed.mean()).backward()
     for name, parameter in trained.named_parameters():
         expected = 0 if parameter.grad is None else parameter.grad
@@ -108,7 +110,7 @@ def test_the_zero_of_the_energies_counts_only_where_it_is_not_fitted_in_the_end(
     for shift in (0.0, 0.5):
         trained.backbone.shift_all(shift)
         loss = found.loss(target, target, trained(trained.backbone.graph(data), draws))
-        scored = found.scores(trained, data, target, target, zero_counts=not offsets)
+        scored = found.scores(trained, data, target, target, common_error_counts=not offsets)
         seen.append((float(loss.total.detach()), scored["valid"]))
     assert (seen[0] == pytest.approx(seen[1], rel=1e-9)) == offsets
 

@@ -124,7 +124,7 @@ def _write(out: Path, model: "Potential", evaluations: "Mapping[str, Evaluation]
     model.save(out / "p-chgnet.pt")
     (first, inside), *others = evaluations.items()
     write_report(out / "report.html", {"P-CHGNet": inside}, data=first, unseen=dict(others))
-    atoms = {name: evaluation.columns["forces"].free_atoms for name, evaluation in evaluations.items()}
+    atoms = {name: evaluation.columns["forces"].varying_atoms for name, evaluation in evaluations.items()}
     figures = {
         "spread-and-error": plots.spread_and_error(
             {name: (rows["spread"], rows["error"]) for name, rows in atoms.items()}

@@ -47,12 +47,12 @@ def write_report(
     for entry in (*inside, *outside):
         _check(entry)
     for entry in inside:
-        if not entry.has_free_forces:
+        if not entry.has_varying_forces:
             raise ValueError(
                 f"symmetry fixes all forces of {entry.data}, so the spread is zero; use structures with displaced atoms"
             )
     template = Environment(loader=PackageLoader("pmlip", "report"), autoescape=True).get_template("report.html")
-    shown = [entry for entry in outside if entry.has_free_forces]
+    shown = [entry for entry in outside if entry.has_varying_forces]
     text = template.render(
         title=f"{inside[0].model} on {data}",
         records=records or {},
@@ -86,15 +86,15 @@ def _check(entry: Entry) -> None:
 def _figures(inside: Sequence[Entry], unseen: Sequence[Entry]) -> dict[str, str]:
     forces = {entry.model: entry.forces for entry in inside}
     first = inside[0].forces
-    pairs = {name: (own.free_atoms["spread"], own.free_atoms["error"]) for name, own in forces.items()}
+    pairs = {name: (own.varying_atoms["spread"], own.varying_atoms["error"]) for name, own in forces.items()}
     made = {
         "spread": plots.spread_and_error(pairs),
-        "force": plots.force_and_error(first.free_atoms["force"], first.free_atoms["error"]),
+        "force": plots.force_and_error(first.varying_atoms["force"], first.varying_atoms["error"]),
         "reliability": plots.reliability(
-            {name: metrics.pit(own.samples[:, own.free], own.label[own.free]) for name, own in forces.items()}
+            {name: metrics.pit(own.samples[:, own.varying], own.label[own.varying]) for name, own in forces.items()}
         ),
-        "ranks": plots.ranks(metrics.rank_histogram(first.samples[:, first.free], first.label[first.free])),
-        "sparsification": plots.sparsification(pairs, first.free_atoms["force"]),
+        "ranks": plots.ranks(metrics.rank_histogram(first.samples[:, first.varying], first.label[first.varying])),
+        "sparsification": plots.sparsification(pairs, first.varying_atoms["force"]),
         "parity": plots.parity(
             first.entries["label"],
             first.entries["label"] + first.entries["expected_error"],

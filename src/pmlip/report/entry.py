@@ -23,9 +23,9 @@ class Entry:
         return self.evaluation.columns["forces"]
 
     @property
-    def has_free_forces(self) -> bool:
+    def has_varying_forces(self) -> bool:
         """False if symmetry fixes all forces."""
-        return len(self.forces.free_entries) > 0
+        return len(self.forces.varying_entries) > 0
 
 
 def score_row(entry: Entry) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def score_row(entry: Entry) -> dict[str, Any]:
 
 
 def _size(entry: Entry) -> str:
-    given, shown = entry.evaluation.structures, len(np.unique(entry.forces.free_atoms.system))
+    given, shown = entry.evaluation.structures, len(np.unique(entry.forces.varying_atoms.system))
     atoms = len(entry.forces.atoms)
     text = f"{given} structures, {atoms} atoms, K = {entry.evaluation.samples}"
     if shown == given:

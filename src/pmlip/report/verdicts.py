@@ -62,8 +62,8 @@ def _calibration(entry: Entry) -> list[Verdict]:
 
 def _covering_factor(entry: Entry) -> float:
     """The factor on the spread that puts 95 % of the forces inside their 95 % interval."""
-    count, free = entry.evaluation.samples, entry.forces.free_entries
-    z = np.abs(free["error"]) / free["sigma"]
+    count, varying = entry.evaluation.samples, entry.forces.varying_entries
+    z = np.abs(varying["error"]) / varying["sigma"]
     about_mean = float(np.quantile(z, 0.95) / stats.t.isf(0.025, count - 1))
     # scale about the true mean, as in `best_factor`; the mean of K samples has an error of spread / sqrt(K)
     return float(np.sqrt(max((1 + 1 / count) * about_mean**2 - 1 / count, 1e-4)))
@@ -74,8 +74,8 @@ def _conformal(entry: Entry, calibration: Mapping[str, Any]) -> list[Verdict]:
     factor, level = calibration.get("conformal"), calibration.get("level")
     if factor is None or level is None:
         return []
-    free = entry.forces.free_entries
-    inside = float((np.abs(free["expected_error"]) <= factor * free["sigma"]).mean())
+    varying = entry.forces.varying_entries
+    inside = float((np.abs(varying["expected_error"]) <= factor * varying["sigma"]).mean())
     text = (
         f"The conformal interval (mean ± {factor:.2f} sigma, calibrated on {calibration.get('data', 'validation data')}"
         f" with K = {calibration['samples']}) contains {100 * inside:.0f} % of the forces; its level for similar "
@@ -129,7 +129,7 @@ def _ranking(entry: Entry) -> list[Verdict]:
 
 
 def _out_of_distribution(inside: Entry, outside: Entry) -> list[Verdict]:
-    if not outside.has_free_forces:
+    if not outside.has_varying_forces:
         return [("fair", f"{outside.data}: symmetry fixes all forces, so they do not test the model.")]
     against = compare(inside.evaluation, outside.evaluation)
     error, spread = against["error_ratio"], against["spread_ratio"]

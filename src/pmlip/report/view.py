@@ -16,7 +16,7 @@ def view(entry: Entry) -> str:
     """A chemiscope data set of the most uncertain structures, as base64-encoded JSON."""
     import chemiscope
 
-    rows = entry.forces.free_atoms
+    rows = entry.forces.varying_atoms
     systems = np.unique(rows.system)
     largest = np.array([rows["spread"][rows.system == i].max() for i in systems])
     chosen = systems[np.argsort(-largest)[:SHOWN]]

@@ -24,7 +24,7 @@ def check_validation(valid: LabelledStructures, config: FinetuneConfig) -> None:
         raise ValueError(f"for validation, {error}") from error
 
 
-def prepare(
+def fit_offsets_and_measure_errors(
     model: Method, train: LabelledStructures, config: FinetuneConfig
 ) -> tuple[dict[int, float], dict[str, float]]:
     """Fit energy offsets and add them to the backbone; returns them and the MAE of each label before fine-tuning."""

@@ -30,7 +30,7 @@ class LabelledStructures:
         self.labels = labels(structures)
         self._single_labels = split(self.labels)
         self._graphs: dict[int, Graph] = {}
-        self._memory = memory
+        self._memory_left = memory
 
     def __len__(self) -> int:
         return len(self.structures)
@@ -57,7 +57,7 @@ class LabelledStructures:
             return self._graphs[index]
         graph = backbone.single(self.structures[index], index)
         size = sum(tensor.nbytes for tensor in tensors((graph.batch, graph.rows)))
-        if size <= self._memory:
+        if size <= self._memory_left:
             self._graphs[index] = graph
-            self._memory -= size
+            self._memory_left -= size
         return graph

@@ -22,7 +22,7 @@ from pmlip.noise.draws import SEED_OF_FIT
 from pmlip.structures.atoms import as_structures, subsample
 from pmlip.structures.labels import check_labels, fingerprint, labels
 from pmlip.structures.rotation import random_rotation
-from pmlip.training.baseline import check_validation, prepare
+from pmlip.training.baseline import check_validation, fit_offsets_and_measure_errors
 from pmlip.training.batches import LabelledStructures
 from pmlip.training.config import FinetuneConfig
 from pmlip.training.distributed import Processes
@@ -84,9 +84,9 @@ def finetune(
             if progress:
                 progress(before * steps + step, len(parts) * steps, latest)
 
-        place = folder_of_part(Path(folder), number, parts=len(parts)) if folder else None
+        part_folder = folder_of_part(Path(folder), number, parts=len(parts)) if folder else None
         own = replace(config, seed=config.seed * len(parts) + number)  # unique for each pair of seed and part
-        runs.append(_Run(part, data, held_out, own, place, processes).to_the_end(show))
+        runs.append(_Run(part, data, held_out, own, part_folder, processes).to_the_end(show))
     if held_out:
         learner.fit_on_validation(held_out.structures)
     done = replace(runs[0], **{name: sum(getattr(run, name) for run in runs) for name in ("seconds", "passes")})
@@ -131,7 +131,8 @@ class _Run:
             train.build_graphs(model.backbone)
         if valid:
             model.backbone.check(valid.structures, range(len(valid)))
-        self.step, self.best, self.worse, self.log, self.spent = 0, math.inf, 0, list[dict[str, float]](), 0.0
+        self.step, self.best, self.validations_without_improvement = 0, math.inf, 0
+        self.log, self.spent = list[dict[str, float]](), 0.0
         self.best_state: dict[str, Tensor] = {}
         self.identity = self._identity()
         stored = read_state(self.state_file, self.identity) if self.state_file else None
@@ -159,7 +160,7 @@ class _Run:
 
     def _prepare(self) -> None:
         """Fit energy offsets, measure the errors, and initialise the parameters that the method adds."""
-        self.offsets, self.scales = prepare(self.model, self.train, self.config)
+        self.offsets, self.scales = fit_offsets_and_measure_errors(self.model, self.train, self.config)
         how = Initialisation(
             error=self.scales.get("forces", DEFAULT_ERROR),
             start=self.config.start,
@@ -242,7 +243,7 @@ class _Run:
         if self.config.offsets:
             self._fit_offsets_again()
         changed = fitted or self.config.offsets
-        return self._scores(self.model, zero_counts=True) if changed and self.valid else validation
+        return self._scores(self.model, common_error_counts=True) if changed and self.valid else validation
 
     def _fit_offsets_again(self) -> None:
         """Correct the mean energy error of the kept weights with one offset per atom.
@@ -260,14 +261,14 @@ class _Run:
 
     @property
     def _out_of_patience(self) -> bool:
-        return self.config.patience is not None and self.worse >= self.config.patience
+        return self.config.patience is not None and self.validations_without_improvement >= self.config.patience
 
     def _train_step(self) -> dict[str, float]:
         config, size = self.config, len(self.train)
         per_epoch = math.ceil(size / config.batch)
-        epoch, place = divmod(self.step, per_epoch)
+        epoch, batch_number = divmod(self.step, per_epoch)
         order = np.random.default_rng([config.seed, 1, epoch]).permutation(size)
-        chosen = order[place * config.batch : (place + 1) * config.batch].tolist()
+        chosen = order[batch_number * config.batch : (batch_number + 1) * config.batch].tolist()
         random = np.random.default_rng([config.seed, 2, self.step])
         data = self.train
         if self.rotate:
@@ -276,14 +277,14 @@ class _Run:
         # every process draws for the whole batch and uses its share: results do not depend on the number of processes
         generator = torch.Generator().manual_seed(int(random.integers(2**62)))
         draws = self.objective.draw(len(chosen), generator)
-        share, whole = chosen[self.processes.share], data.labels_of(chosen)
+        share, batch_labels = chosen[self.processes.share], data.labels_of(chosen)
         self.optimiser.zero_gradients()
         loss = None
         if share:
             batch = data.batch(self.model.backbone, share)
             part = draws[:, self.processes.share] if draws.dim() > 1 else draws
             try:
-                objective = partial(self.objective.loss, batch.labels, whole)
+                objective = partial(self.objective.loss, batch.labels, batch_labels)
                 loss = losses.backpropagate(
                     partial(self.model, batch.graph), part, objective, chunk=self.objective.chunk
                 )
@@ -295,26 +296,29 @@ class _Run:
                     "in memory; run the samples one by one with chunk=1, or lower the batch size with batch=..."
                 ) from error
         else:
-            self.objective.without_structures(whole)
+            self.objective.without_structures(batch_labels)
         self.processes.sum_gradients(self.optimiser.parameters)
         terms = self.objective.summed(loss)
         norm = self.optimiser.step(self.step)
         latest = {f"train_{name}": value for name, value in terms.items()} | self.learner.watched()
         return {"loss": self.objective.total(terms), **latest, "norm": norm}
 
-    def _scores(self, model: Method, *, zero_counts: bool) -> dict[str, float]:
+    def _scores(self, model: Method, *, common_error_counts: bool) -> dict[str, float]:
         assert self.valid is not None
         share = list(range(len(self.valid)))[self.processes.share]
-        part = self.valid.labels_of(share) if share else None
-        return self.objective.scores(model, self.valid.structures, part, self.valid.labels, zero_counts=zero_counts)
+        own_labels = self.valid.labels_of(share) if share else None
+        return self.objective.scores(
+            model, self.valid.structures, own_labels, self.valid.labels, common_error_counts=common_error_counts
+        )
 
     def _validate(self) -> dict[str, float]:
         """Score the averaged weights on the validation data; keep a copy if they are the best so far."""
         averaged = self.optimiser.averaged
         assert isinstance(averaged, Method)
-        scores = self._scores(averaged, zero_counts=not self.config.offsets)
-        self.worse = 0 if scores["valid"] < self.best else self.worse + 1
+        scores = self._scores(averaged, common_error_counts=not self.config.offsets)
+        self.validations_without_improvement += 1
         if scores["valid"] < self.best:
+            self.validations_without_improvement = 0
             self.best = scores["valid"]
             self.best_state = {name: value.detach().clone() for name, value in averaged.state_dict().items()}
         return scores
@@ -330,7 +334,7 @@ class _Run:
             "step": self.step,
             "seconds": self.spent,
             "best": self.best,
-            "worse": self.worse,
+            "worse": self.validations_without_improvement,
             "log": self.log,
             "best_state": self.best_state,
             "model": self.model.state_dict(),
@@ -341,5 +345,6 @@ class _Run:
     def _restore(self, stored: dict[str, Any]) -> None:
         self.model.load_state_dict(stored["model"])
         self.optimiser.restore(stored)
-        self.step, self.best, self.worse = stored["step"], stored["best"], stored["worse"]
+        self.step, self.best = stored["step"], stored["best"]
+        self.validations_without_improvement = stored["worse"]
         self.log, self.best_state, self.spent = stored["log"], stored["best_state"], stored["seconds"]

@@ -31,9 +31,9 @@ class Objective:
         self.weights = {name: config.weights[name] / scale for name, scale in scales.items()}
         self.samples = config.samples if self.learner.trains_on_samples else 1
         without_noise = {"energy": config.energy_without_noise, "forces": config.forces_without_noise}
-        learned = self.learner.trains_on_samples and not config.freeze_backbone
+        score_noise_free = self.learner.trains_on_samples and not config.freeze_backbone
         point = {name: without_noise.get(name, 0.0) * weight for name, weight in self.weights.items()}
-        self.point_weights = {name: weight for name, weight in point.items() if weight and learned}
+        self.point_weights = {name: weight for name, weight in point.items() if weight and score_noise_free}
 
     def draw(self, systems: int, generator: torch.Generator) -> Tensor:
         """Draws for a training step; the last draw is zero if the noise-free prediction is scored too."""
@@ -51,47 +51,56 @@ class Objective:
         """Forward passes per structure and step."""
         return self.samples + bool(self.point_weights)
 
-    def loss(self, part: Outputs, whole: Outputs, outputs: Mapping[str, Tensor]) -> losses.Loss:
+    def loss(self, own_labels: Outputs, batch_labels: Outputs, outputs: Mapping[str, Tensor]) -> losses.Loss:
         """The loss of a batch, with gradients for the share of this process.
 
-        part: labels of the share of this process. whole: labels of the batch.
+        own_labels: labels of the share of this process. batch_labels: labels of the whole batch.
         """
-        energies = self.processes.gather_batch(outputs["energy"].double(), whole.systems)
+        energies = self.processes.gather_batch(outputs["energy"].double(), batch_labels.systems)
         common = self.config.common_energy if self.config.offsets else 1.0
         samples = {name: values[: self.samples] for name, values in outputs.items()}
         drawn = energies[: self.samples]
-        loss = self._score(self.weights, part, whole, samples, drawn, fairness=self.config.fairness, common=common)
+        loss = self._score(
+            self.weights, own_labels, batch_labels, samples, drawn, fairness=self.config.fairness, common=common
+        )
         if self.point_weights:
             point = {name: values[self.samples :] for name, values in outputs.items()}
             alone = energies[self.samples :]
-            error = self._score(self.point_weights, part, whole, point, alone, fairness=1.0, common=common)
+            error = self._score(self.point_weights, own_labels, batch_labels, point, alone, fairness=1.0, common=common)
             loss = loss._replace(total=loss.total + error.total)
         penalty = self.learner.penalty()
-        sharers = min(self.processes.count, whole.systems)  # number of processes with structures
+        sharers = min(self.processes.count, batch_labels.systems)  # number of processes with structures
         return loss if penalty is None else loss._replace(total=loss.total + penalty / sharers)
 
-    def without_structures(self, whole: Outputs) -> None:
+    def without_structures(self, batch_labels: Outputs) -> None:
         """Join the collective call in `loss` from a process without structures in this batch."""
         none = torch.zeros(self.passes, 0, dtype=torch.float64, device=self.processes.device)
-        self.processes.gather_batch(none, whole.systems)
+        self.processes.gather_batch(none, batch_labels.systems)
 
     def scores(
-        self, model: Method, valid: Sequence[Atoms], part: Outputs | None, whole: Outputs, *, zero_counts: bool
+        self,
+        model: Method,
+        valid: Sequence[Atoms],
+        own_labels: Outputs | None,
+        batch_labels: Outputs,
+        *,
+        common_error_counts: bool,
     ) -> dict[str, float]:
         """Scores of a model on validation data.
 
-        part: labels of the share of this process; None: the share is empty. whole: labels of all structures.
-        zero_counts: whether an energy error common to all structures counts.
+        own_labels: labels of the share of this process; None: the share is empty. batch_labels: labels of all
+        structures.
+        common_error_counts: whether an energy error common to all structures counts.
         """
         count = model.fixed_samples or self.config.validation_samples
         outputs: Mapping[str, Tensor] = {"energy": torch.zeros(count, 0, dtype=torch.float64)}
-        if part is not None:
+        if own_labels is not None:
             share = valid[self.processes.share]
             outputs = model.sample(share, samples=count, seed=SEED_OF_FIT, chunk_atoms=FIXED_ATOMS)
         energies = outputs["energy"].double().to(self.processes.device)
-        energies = self.processes.gather_batch(energies, whole.systems).cpu()
-        common = 1.0 if zero_counts else 0.0
-        loss = self._score(self.weights, part, whole, outputs, energies, fairness=1.0, common=common)
+        energies = self.processes.gather_batch(energies, batch_labels.systems).cpu()
+        common = 1.0 if common_error_counts else 0.0
+        loss = self._score(self.weights, own_labels, batch_labels, outputs, energies, fairness=1.0, common=common)
         terms = self.summed(loss)
         return {"valid": self.total(terms), **{f"valid_{name}": value for name, value in terms.items()}}
 
@@ -106,8 +115,8 @@ class Objective:
     def _score(
         self,
         weights: Mapping[str, float],
-        part: Outputs | None,
-        whole: Outputs,
+        own_labels: Outputs | None,
+        batch_labels: Outputs,
         outputs: Mapping[str, Tensor],
         energies: Tensor,
         *,
@@ -118,16 +127,16 @@ class Objective:
 
         Energies need the whole batch because `common` scales the error of their mean.
         """
-        carriers = losses.count_carriers(whole)
+        carriers = losses.count_carriers(batch_labels)
         total, terms = torch.zeros((), dtype=torch.float64, device=energies.device), dict[str, Tensor]()
         others = {name: weight for name, weight in weights.items() if name != "energy"}
-        if part is not None and others:
-            scored = losses.crps_loss(outputs, part, weights=others, fairness=fairness, carriers=carriers)
+        if own_labels is not None and others:
+            scored = losses.crps_loss(outputs, own_labels, weights=others, fairness=fairness, carriers=carriers)
             total, terms = total + scored.total, dict(scored.terms)
         if "energy" in weights:
             scored = losses.crps_loss(
                 {"energy": energies},
-                whole,
+                batch_labels,
                 weights={"energy": weights["energy"]},
                 fairness=fairness,
                 carriers=carriers,
