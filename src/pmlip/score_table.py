@@ -148,7 +148,14 @@ METRICS: tuple[Metric, ...] = (
             "energy": TableColumn("energy_mae_without_noise", "z = 0"),
         },
     ),
-    Metric(name="rmse", title="RMSE", rows="entries", columns=("error",), function=_root_mean_square, unit="output"),
+    Metric(
+        name="rmse",
+        title="RMSE of the sample mean",
+        rows="entries",
+        columns=("error",),
+        function=_root_mean_square,
+        unit="output",
+    ),
     Metric(
         name="crps",
         title="CRPS",
@@ -248,7 +255,9 @@ METRICS: tuple[Metric, ...] = (
         outputs=("forces",),
         benchmark={"forces": TableColumn("spearman_atom_given_force", "given the force")},
     ),
-    Metric(  # each sample in turn as the label; below 1, because errors scatter even if the spread is right
+    # Correlation of a perfectly calibrated model: each sample in turn is the label. It stays below 1 because errors are
+    # random.
+    Metric(
         name="spearman_structure_at_best",
         title="best possible",
         rows="structures",
