@@ -64,6 +64,9 @@ def test_a_deterministic_model_has_errors_and_no_spread():
     assert result.scores["forces"]["crps"] == pytest.approx(result.scores["forces"]["mae"])
     assert "ssr" not in result.scores["forces"]
     assert not result.spread.any()
+    assert result.scaled(1.0).scores == result.scores
+    with pytest.raises(ValueError, match="a spread needs at least 2 samples to be scaled, got samples=1"):
+        result.scaled(2.0)
 
 
 def test_a_noise_never_trained_has_no_spread_to_score():

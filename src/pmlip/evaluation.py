@@ -81,6 +81,8 @@ class Evaluation:
     def scaled(self, factor: float, *, energy: float | None = None) -> "Evaluation":
         """The evaluation with the spread scaled about the sample mean; energy: a separate factor for energies."""
         factors = dict.fromkeys(self.columns, factor) | ({} if energy is None else {"energy": energy})
+        if self.samples < 2 and any(value != 1 for value in factors.values()):
+            raise ValueError(f"a spread needs at least 2 samples to be scaled, got samples={self.samples}")
         # the fair CRPS is biased for samples scaled about their own mean
         crps = {
             name: fair_crps_of_scaled(columns.samples, columns.label, factors[name])
