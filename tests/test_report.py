@@ -1,6 +1,7 @@
 import re
 import shutil
 import time
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from ase.calculators.singlepoint import SinglePointCalculator
 
 import pmlip
 from conftest import randomise_noise
+from molecules import calibration
 from pmlip.evaluation import Evaluation, evaluate
 from pmlip.report import write_report
 from pmlip.report.entry import Entry, score_row
@@ -101,10 +103,16 @@ def test_sentences_say_what_is_wrong():
 
 @pytest.mark.parametrize(("error", "share"), [(1.0, 95), (2.0, 67)])
 def test_a_report_says_whether_a_calibration_keeps_its_promise(error, share):
-    calibration = {"conformal": 1.96, "level": 0.95, "data": "valid.extxyz", "samples": 32}
-    text = said(drawn(error=error), records={"p-tiny": {"calibration": calibration}})
+    record = {"calibration": asdict(calibration(conformal=1.96, samples=32, data="valid.extxyz"))}
+    text = said(drawn(error=error), records={"p-tiny": record})
     found = re.search(r"mean ± 1.96 sigma, calibrated on valid.extxyz .* contains (\d+) % .* is 95 %", text)
     assert float(found[1]) == pytest.approx(share, abs=3)
+
+
+def test_a_report_does_not_judge_an_interval_that_the_calculator_does_not_give():
+    """The evaluation has 32 samples, fewer than the calibration."""
+    record = {"calibration": asdict(calibration(conformal=1.96, samples=33))}
+    assert "conformal interval" not in said(drawn(error=1.0), records={"p-tiny": record})
 
 
 def test_scores_have_intervals_around_them():
@@ -133,6 +141,15 @@ def test_the_report_shows_the_scores_of_the_evaluation(model):
         "energy: MAE, meV/atom": f"{1e3 * energy['mae_expected']:.3g}",
         "energy: SSR": f"{energy['ssr']:.2f}",
     }
+
+
+def test_the_report_shows_the_scores_that_only_later_models_or_data_have(model, tmp_path):
+    data, outside = structures(model, count=4), structures(model, count=4, seed=1)
+    for atoms in data:
+        del atoms.calc.results["energy"]
+    path = tmp_path / "report.html"
+    write_report(path, {"p-tiny": evaluated(model, data)}, unseen={"far.extxyz": evaluated(model, outside)})
+    assert "<th>energy: MAE, meV/atom</th>" in path.read_text()
 
 
 def test_a_report_needs_all_forces(model, tmp_path):

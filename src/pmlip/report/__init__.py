@@ -53,10 +53,12 @@ def write_report(
             )
     template = Environment(loader=PackageLoader("pmlip", "report"), autoescape=True).get_template("report.html")
     shown = [entry for entry in outside if entry.has_varying_forces]
+    rows = [score_row(entry) for entry in (*inside, *shown)]
     text = template.render(
         title=f"{inside[0].model} on {data}",
         records=records or {},
-        rows=[score_row(entry) for entry in (*inside, *shown)],
+        rows=rows,
+        columns=list(dict.fromkeys(name for row in rows for name in row["cells"])),
         sentences=sentences(inside, outside, records or {}),
         figures={name: Markup(svg) for name, svg in _figures(inside, shown).items()},
         view=view(inside[0]),

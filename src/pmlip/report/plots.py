@@ -38,16 +38,16 @@ def panel() -> tuple["Figure", Any]:
         return figure, figure.add_subplot()
 
 
-def parity(target: np.ndarray, mean: np.ndarray, spread: np.ndarray | None, *, unit: str, title: str) -> "Figure":
+def parity(target: np.ndarray, mean: np.ndarray, spread: np.ndarray, *, unit: str, title: str) -> "Figure":
     """Predictions against reference values, coloured by the spread."""
     figure, axes = panel()
     shown = _some(len(target))
     ends = [min(target.min(), mean.min()), max(target.max(), mean.max())]
     axes.plot(ends, ends, color="#94a3b8", lw=1, zorder=0)
-    colour = {"color": COLOURS[0]} if spread is None else {"c": spread[shown], "cmap": "viridis"}
-    points = axes.scatter(target[shown], mean[shown], s=8, alpha=0.7, linewidths=0, rasterized=True, **colour)
-    if spread is not None:
-        figure.colorbar(points, ax=axes, label=f"spread ({unit})")
+    points = axes.scatter(
+        target[shown], mean[shown], c=spread[shown], cmap="viridis", s=8, alpha=0.7, linewidths=0, rasterized=True
+    )
+    figure.colorbar(points, ax=axes, label=f"spread ({unit})")
     axes.set(xlabel=f"reference ({unit})", ylabel=f"prediction ({unit})", title=title)
     return figure
 

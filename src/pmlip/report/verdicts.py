@@ -7,6 +7,7 @@ import numpy as np
 from scipy import stats
 
 from pmlip.evaluation import compare
+from pmlip.provenance import Calibration
 from pmlip.report.entry import Entry
 from pmlip.scores import gaussian_crps
 from pmlip.spread_fit import best_factor, best_width
@@ -25,10 +26,10 @@ def sentences(inside: Sequence[Entry], unseen: Sequence[Entry], records: Mapping
     found = []
     for entry in inside:
         prefix = f"{entry.model}: " if len(inside) > 1 else ""
-        calibration = records.get(entry.model, {}).get("calibration", {})
+        calibration = records.get(entry.model, {}).get("calibration")
         for verdict, text in (
             *_calibration(entry),
-            *_conformal(entry, calibration),
+            *(_conformal(entry, Calibration.from_record(calibration)) if calibration else ()),
             *_baselines(entry),
             *_ranking(entry),
             *_energy_offset(entry),
@@ -69,16 +70,16 @@ def _covering_factor(entry: Entry) -> float:
     return float(np.sqrt(max((1 + 1 / count) * about_mean**2 - 1 / count, 1e-4)))
 
 
-def _conformal(entry: Entry, calibration: Mapping[str, Any]) -> list[Verdict]:
+def _conformal(entry: Entry, calibration: Calibration) -> list[Verdict]:
     """Does the conformal interval of the calibration reach its level on this data?"""
-    factor, level = calibration.get("conformal"), calibration.get("level")
-    if factor is None or level is None:
+    factor, level = calibration.conformal_for(entry.evaluation.samples), calibration.level
+    if factor is None:  # the calculator gives no interval either
         return []
     varying = entry.forces.varying_entries
     inside = float((np.abs(varying["expected_error"]) <= factor * varying["sigma"]).mean())
     text = (
-        f"The conformal interval (mean ± {factor:.2f} sigma, calibrated on {calibration.get('data', 'validation data')}"
-        f" with K = {calibration['samples']}) contains {100 * inside:.0f} % of the forces; its level for similar "
+        f"The conformal interval (mean ± {factor:.2f} sigma, calibrated on {calibration.data or 'validation data'}"
+        f" with K = {calibration.samples}) contains {100 * inside:.0f} % of the forces; its level for similar "
         f"structures is {100 * level:.0f} %."
     )
     return [("good" if inside >= level - TOLERANCE else "bad", text)]
