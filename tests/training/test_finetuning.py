@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from pmlip.noise.draws import SEED_OF_FIT
 from pmlip.noise.injection import noisy_layers
 from pmlip.structures.labels import fingerprint, labels
 from pmlip.training import batches, finetuning
+from pmlip.training.distributed import Processes
 from pmlip.training.finetuning import finetune
 from tiny import tiny_backbone
 
@@ -201,6 +203,17 @@ def test_a_folder_belongs_to_one_run(tmp_path, change, message):
         finetune(given["model"](), given["train"], config=given["config"], folder=tmp_path)
 
 
+def test_a_run_resumes_from_its_initial_weights_alone(tmp_path):
+    """The run changes its model, so the same object cannot start it again."""
+    first, again = model(), model()
+    finetune(first, molecules(), config=CONFIG, folder=tmp_path)
+    message = "or other initial weights; to resume it, start from a model with the same initial weights"
+    with pytest.raises(ValueError, match=message):
+        finetune(first, molecules(), config=CONFIG, folder=tmp_path)
+    finetune(again, molecules(), config=CONFIG, folder=tmp_path)
+    assert_same(state(again), state(first))
+
+
 def test_a_folder_belongs_to_a_model_of_one_part_or_of_several(tmp_path):
     short = replace(CONFIG, epochs=1)
 
@@ -235,13 +248,39 @@ def test_a_run_goes_on_after_a_gradient_that_is_no_number(tmp_path, monkeypatch)
     assert_same(state(resumed), state(whole))
 
 
-def test_a_step_that_does_not_fit_into_memory_says_what_helps(monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "chunk", "message"),
+    [
+        (
+            "p",
+            None,
+            "3 samples each does not fit in memory; run the samples one by one with chunk=1, or lower the batch",
+        ),
+        ("p", 1, "3 samples each does not fit in memory; lower the batch size with batch=..."),
+        ("deterministic", None, "1 sample each does not fit in memory; lower the batch size with batch=..."),
+    ],
+)
+def test_a_step_that_does_not_fit_into_memory_says_what_helps(monkeypatch, method, chunk, message):
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(losses, "backpropagate", full)
-    with pytest.raises(MemoryError, match=r"does not fit in memory; run the samples one by one with chunk=1"):
-        finetune(model(), molecules(8), config=CONFIG)
+    with pytest.raises(MemoryError, match=re.escape(message)):
+        finetune(methods.make(method, tiny_backbone()), molecules(8), config=replace(CONFIG, chunk=chunk))
+
+
+def test_the_time_of_a_step_does_not_include_gradients_of_frozen_parameters():
+    trained, needed = model(), []
+
+    def look(backbone, _):
+        if backbone.training:
+            needed.append({name for name, parameter in backbone.named_parameters() if parameter.requires_grad})
+
+    trained.backbone.register_forward_pre_hook(look)
+    config = replace(CONFIG, freeze_backbone=True)
+    assert finetuning.seconds_per_step(trained, molecules(8), config, Processes()) > 0
+    assert len(needed) == 2
+    assert all(names and all("noise" in name for name in names) for names in needed)
 
 
 def test_the_state_of_a_run_is_not_taken_for_a_model_nor_from_another_version(tmp_path):

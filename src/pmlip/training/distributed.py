@@ -49,6 +49,14 @@ class Processes:
         """The part of a batch that this process computes."""
         return slice(self.rank, None, self.count)
 
+    def share_of_draws(self, draws: Tensor) -> Tensor:
+        """The draws (sample, ...) with which this process computes its part of a batch.
+
+        Draws (sample, system, ...) are split over the processes. Draws (sample,) seed the noise of all batch rows, so
+        each process gets other seeds; zeros stand for no noise and stay zero.
+        """
+        return draws[:, self.share] if draws.dim() > 1 else draws + self.rank * (draws != 0)
+
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Sum gradients over all processes, in place."""
         if self.count == 1:

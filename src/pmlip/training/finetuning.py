@@ -1,9 +1,10 @@
 """The training loop: deterministic, resumable, on one or several processes."""
 
+import contextlib
 import copy
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -57,9 +58,12 @@ def finetune(
     """Fine-tune a model in place on structures with labels.
 
     The loss scales each label by its error before fine-tuning, which balances energies and forces. The averaged weights
-    with the best validation score are kept (without validation data, the last ones). If `folder` is given, the run
-    saves its state there in `last.pt`. An interrupted run called again with the same data and settings resumes, and
-    ends with the same weights. `progress(step, steps, latest)` is called after every step.
+    with the best validation score are kept (without validation data, the last ones). `progress(step, steps, latest)` is
+    called after every step.
+
+    If `folder` is given, the run saves its state there in `last.pt`. To resume an interrupted run, call it again with
+    the same data, the same settings, and a model with the same initial weights, for example newly made from the same
+    backbone. It then ends with the same weights. The interrupted run has changed its model, so do not pass that one.
     """
     config = config or FinetuneConfig()
     learner = model.learner()
@@ -95,15 +99,18 @@ def finetune(
 
 
 def seconds_per_step(model: Method, train: Sequence[Atoms], config: FinetuneConfig, processes: Processes) -> float:
-    """Time of one step: of the second, since the first includes one-time costs. The model does not change."""
+    """Return the duration of the second training step; the first step includes one-time costs.
+
+    The model does not change.
+    """
     part = copy.deepcopy(model.learner().parts()[0])
     some = LabelledStructures(subsample(train, 8 * config.batch))  # measuring the errors of all structures takes long
     run = _Run(part, some, None, replace(config, offsets=False), None, processes)
-    part.train()
-    run._train_step()
-    began = time.perf_counter()
-    run._train_step()
-    return time.perf_counter() - began
+    with run.training():
+        run._train_step()
+        began = time.perf_counter()
+        run._train_step()
+        return time.perf_counter() - began
 
 
 class _Run:
@@ -189,6 +196,21 @@ class _Run:
             (zero if "energy" in self.scales else [], ZERO_SHARE * self.scales.get("energy", 0.0)),
         ]
 
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Training mode inside the block, without gradients of the parameters that are not trained."""
+        trained = {id(parameter) for parameter in self.optimiser.parameters}
+        frozen = [p for p in self.model.parameters() if p.requires_grad and id(p) not in trained]
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        self.model.train()
+        try:
+            yield
+        finally:
+            self.model.eval()
+            for parameter in frozen:
+                parameter.requires_grad_()
+
     def to_the_end(self, progress: Callable[[int, int, Mapping[str, float]], None]) -> Finetuned:
         began = saved = time.monotonic()
         spent = self.spent
@@ -197,32 +219,23 @@ class _Run:
         }
         if self.step:
             progress(self.step, self.steps, {})
-        # skip the gradients of parameters that are not trained
-        trained = {id(parameter) for parameter in self.optimiser.parameters}
-        frozen = [p for p in self.model.parameters() if p.requires_grad and id(p) not in trained]
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-        self.model.train()
         try:
-            while self.step < self.steps and not self._out_of_patience:
-                with uninterrupted():
-                    latest = self._train_step()
-                    self.step += 1
-                    if self.valid and self.step in validation_steps:
-                        latest |= self._validate()
-                    self.spent = spent + time.monotonic() - began
-                    self.log.append({"step": self.step, "seconds": round(self.spent, 3), **latest})
-                progress(self.step, self.steps, latest)
-                if time.monotonic() - saved > SAVE_EVERY or self.step in validation_steps:
-                    self._save()
-                    saved = time.monotonic()
+            with self.training():
+                while self.step < self.steps and not self._out_of_patience:
+                    with uninterrupted():
+                        latest = self._train_step()
+                        self.step += 1
+                        if self.valid and self.step in validation_steps:
+                            latest |= self._validate()
+                        self.spent = spent + time.monotonic() - began
+                        self.log.append({"step": self.step, "seconds": round(self.spent, 3), **latest})
+                    progress(self.step, self.steps, latest)
+                    if time.monotonic() - saved > SAVE_EVERY or self.step in validation_steps:
+                        self._save()
+                        saved = time.monotonic()
         except KeyboardInterrupt:
             self._save()
             raise
-        finally:
-            self.model.eval()
-            for parameter in frozen:
-                parameter.requires_grad_()
         self._save()
         self.model.load_state_dict(self.best_state or self.optimiser.averaged.state_dict())
         validation = self._fit_energies()
@@ -238,7 +251,8 @@ class _Run:
         validation = {name: value for name, value in best.items() if name.startswith("valid")}
         if "energy" not in self.scales:
             return validation
-        # fit the curvature only with offsets: it shifts the sample mean, and fitting offsets corrects the shift
+        # The curvature shifts the sample mean. Only the offset fit below corrects this shift, so fit the curvature only
+        # with offsets.
         fitted = self.learner.fit_energy_zero(self.train.structures, curved=self.config.offsets)
         if self.config.offsets:
             self._fit_offsets_again()
@@ -274,7 +288,8 @@ class _Run:
         if self.rotate:
             data = data.rotated(chosen, [random_rotation(random) for _ in chosen])
             chosen = list(range(len(chosen)))
-        # every process draws for the whole batch and uses its share: results do not depend on the number of processes
+        # Every process draws for the whole batch and uses its share. Results then do not depend on the number of
+        # processes, unless the method draws its noise per batch row.
         generator = torch.Generator().manual_seed(int(random.integers(2**62)))
         draws = self.objective.draw(len(chosen), generator)
         share, batch_labels = chosen[self.processes.share], data.labels_of(chosen)
@@ -282,18 +297,20 @@ class _Run:
         loss = None
         if share:
             batch = data.batch(self.model.backbone, share)
-            part = draws[:, self.processes.share] if draws.dim() > 1 else draws
+            own_draws = self.processes.share_of_draws(draws)
             try:
                 objective = partial(self.objective.loss, batch.labels, batch_labels)
                 loss = losses.backpropagate(
-                    partial(self.model, batch.graph), part, objective, chunk=self.objective.chunk
+                    partial(self.model, batch.graph), own_draws, objective, chunk=self.objective.chunk
                 )
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
+                samples = self.objective.samples
+                split = "run the samples one by one with chunk=1, or " if samples > 1 and config.chunk != 1 else ""
                 raise MemoryError(
-                    f"a step of {len(batch.graph.rows['node'])} atoms with {config.samples} samples each does not fit "
-                    "in memory; run the samples one by one with chunk=1, or lower the batch size with batch=..."
+                    f"a step of {len(batch.graph.rows['node'])} atoms with {samples} sample{'s' * (samples > 1)} each "
+                    f"does not fit in memory; {split}lower the batch size with batch=..."
                 ) from error
         else:
             self.objective.without_structures(batch_labels)

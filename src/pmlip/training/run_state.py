@@ -58,11 +58,12 @@ def read_state(file: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None
         )
     for name, value in identity.items():
         if state["identity"].get(name) != value:
-            names = {"model": "another model", "config": "other settings"}
+            names = {"model": "another model or other initial weights", "config": "other settings"}
             names |= {"train": "other training data", "valid": "other validation data"}
+            resume = "to resume it, start from a model with the same initial weights; or " if name == "model" else ""
             raise ValueError(
-                f"{file} belongs to a run with {names[name]}; use another folder (folder=...), or remove the file to "
-                "start again"
+                f"{file} belongs to a run with {names[name]}; {resume}use another folder (folder=...), or remove the "
+                "file to start again"
             )
     return state
 
