@@ -189,7 +189,7 @@ def test_an_annotated_structure_is_labelled_and_a_copy(model, tmp_path):
         (lambda model: PMLIPCalculator(pmlip.perturb(tiny_backbone())), "was never trained"),
         (
             lambda model: PMLIPCalculator(methods.make("deterministic", tiny_backbone())),
-            "gives one prediction and no spread",
+            "predicts no spread, because it has a single sample; use a method with a spread",
         ),
         (lambda model: PMLIPCalculator(model, samples=1), "a spread needs at least 2 samples, got samples=1"),
         (lambda model: PMLIPCalculator(model, point="median"), "point must be one of mean, zero, got 'median'"),

@@ -17,8 +17,10 @@ from ase.io import read, write
 from typer.testing import CliRunner
 
 import pmlip
+from pmlip import evaluation, methods
 from pmlip.cli import app
 from pmlip.cli.finetune import _tensorboard
+from pmlip.cli.score_table import legend
 from pmlip.structures.labels import fingerprint
 
 pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
@@ -119,12 +121,15 @@ def test_evaluate_leaves_out_what_was_trained_on(finetuned, tmp_path):
     result = invoke(
         "evaluate", out / "model.pt", tmp_path / "some.extxyz", "--samples", "3", "--count", "2", "--exclude", out
     )
-    assert f": {known} of 30 structures" in " ".join(result.output.split())
+    said = " ".join(result.output.split())
+    assert f"{known} of 30 structures were excluded because the run in" in said
+    assert legend("SSR", "|F| alone", "beyond |F|", "best possible") in said
     arguments = ["--samples", "3", "--count", "5", "--exclude", out, "--unseen", SILICA, "--json"]
     result = invoke("evaluate", out / "model.pt", SILICA, *arguments, "--out", tmp_path / "scores.json")
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
     assert printed == json.loads((tmp_path / "scores.json").read_text())
+    assert printed["model"] == "p-chgnet"  # every file of a run is called model.pt
     forces = printed["silica_pbe.extxyz.xz"]["forces"]
     assert forces["crps"] > 0
     assert "spearman_atom_of_force" in forces
@@ -167,6 +172,21 @@ def test_a_report_of_two_models_side_by_side(finetuned, tmp_path):
     text = (tmp_path / "report.html").read_text()
     for name in ("p-chgnet", "other"):
         assert re.search(rf"{name}: \d+ % of the forces lie outside", text)
+
+
+def test_a_model_that_cannot_be_compared_stops_the_command_before_the_first_evaluation(
+    finetuned, tmp_path, monkeypatch
+):
+    pytest.importorskip("chemiscope", reason="the report needs chemiscope")
+    evaluated = []
+    monkeypatch.setattr(evaluation, "evaluate", lambda model, *_, **__: evaluated.append(model))
+    methods.make("deterministic", pmlip.load_backbone("chgnet")).save(tmp_path / "plain.pt")
+    write(tmp_path / "test.extxyz", read(SILICA, index=":3"))
+    given = ["evaluate", finetuned[0] / "model.pt", tmp_path / "test.extxyz", "--compare", tmp_path / "plain.pt"]
+    result = invoke(*given, "--report", tmp_path / "report.html")
+    assert result.exit_code == 2
+    assert "this model predicts no spread, because it has a single sample" in " ".join(result.stderr.split())
+    assert not evaluated
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def demo(
     from pmlip import datasets
     from pmlip.backbones import load_backbone
     from pmlip.calibration import calibrate
-    from pmlip.cli.score_table import force_table
+    from pmlip.cli.score_table import force_table, legend
     from pmlip.evaluation import as_record, evaluate
     from pmlip.methods.p import perturb
     from pmlip.report import check_installed
@@ -98,10 +98,7 @@ def demo(
     console.print(
         f"Before fine-tuning, the MAE on the structures of the first row was {1e3 * before:.0f} meV/Å. After it, the "
         f"spread was multiplied by {scaled.factor:.2f}, fitted to {scaled.structures} validation structures.\n"
-        "CRPS: error of the whole predicted distribution; without a spread it is the MAE. SSR: spread divided by root "
-        "mean square error, corrected for K samples; 1 is calibrated, below 1 overconfident. Spearman: how well the "
-        "spread of an atom ranks its error; |F| alone: how well the size of its force ranks it. AUROC: probability "
-        "that a structure of this row has a larger spread than one of the first row; 0.5 is chance."
+        + legend("CRPS", "SSR", "Spearman", "|F| alone", "AUROC")
     )
     _write(out, model, evaluations)
     console.print(f"report and figures: {out / 'report.html'}, {out / 'spread-and-error.png'}, {out / 'unseen.png'}")

@@ -87,7 +87,7 @@ def evaluate(
 
     from pmlip import evaluation
     from pmlip.atomic_files import write_json
-    from pmlip.cli.score_table import comparison_line, score_table_of
+    from pmlip.cli.score_table import comparison_line, legend, score_table_of
     from pmlip.provenance import as_record, environment
     from pmlip.report import check_installed, write_report
     from pmlip.structures.atoms import in_file
@@ -115,24 +115,26 @@ def evaluate(
         if not new:
             raise ValueError(f"{file}: the run in {exclude} used all of its structures, so none is left to evaluate")
         if exclude is not None:
-            console.print(f"excluded, used by the run in {exclude}: {len(read) - len(new)} of {len(read)} structures")
+            known = len(read) - len(new)
+            console.print(f"{known} of {len(read)} structures were excluded because the run in {exclude} used them")
         structures[file], kept[file] = read, [new[i] for i in chosen(len(new), count, seed, file)]
-    record: dict[str, Any] = {"model": model.name, "seed": seed}
-    inside: dict[str, Evaluation] = {}  # by model
-    outside: dict[str, Evaluation] = {}  # of the first model, by file
-    made = {}
-    for path in models:
-        loaded = _load(path, weights, trust=trust, device=chosen_device(device), several=len(models) > 1)
-        made[names[path]] = as_record(loaded.history, loaded.calibration)
+    loaded: dict[Path, Method] = {}
+    for path in models:  # a model that cannot be used must stop the command before the first evaluation
+        loaded[path] = _load(path, weights, trust=trust, device=chosen_device(device), several=len(models) > 1)
         if report is not None:
-            loaded.spread_samples(samples)  # raises an error for a method without a spread
+            loaded[path].spread_samples(samples)  # raises an error for a method without a spread
         for file in files:
             with in_file(file):
-                loaded.backbone.check(structures[file], kept[file])
+                loaded[path].backbone.check(structures[file], kept[file])
+    record: dict[str, Any] = {"model": names[model], "seed": seed}
+    inside: dict[str, Evaluation] = {}  # by model
+    outside: dict[str, Evaluation] = {}  # of the first model, by file
+    for path in models:
+        for file in files:
             asked = [structures[file][i] for i in kept[file]]
             with progress_bar(console) as bar, in_file(file, structures[file]):
                 show = counter(bar, f"{names[path]} on {called[file]}", len(asked))
-                result = evaluation.evaluate(loaded, asked, samples=samples, seed=seed, progress=show)
+                result = evaluation.evaluate(loaded[path], asked, samples=samples, seed=seed, progress=show)
             console.print(score_table_of(f"{names[path]} on {called[file]}", result))
             if file is data:
                 inside[names[path]] = result
@@ -145,12 +147,15 @@ def evaluate(
                 console.print(comparison_line(called[data], called[file], scored["against"][called[data]]))
             place = record if path is model else record.setdefault("compared", {}).setdefault(names[path], {})
             place[called[file]] = scored
+    if any(result.spread.any() for result in inside.values()):
+        console.print(legend("SSR", "|F| alone", "beyond |F|", "best possible"))
     record |= environment()
     if out is not None:
         write_json(out, record)
     if report is not None:
-        known = {name: record for name, record in made.items() if record}
-        write_report(report, inside, data=called[data], unseen=outside, records=known)
+        made = {names[path]: as_record(one.history, one.calibration) for path, one in loaded.items()}
+        records = {name: own for name, own in made.items() if own}
+        write_report(report, inside, data=called[data], unseen=outside, records=records)
         console.print(f"the report was written to {report}")
     print_json(record, as_json)
 
@@ -167,7 +172,7 @@ def _load(path: Path, weights: Path | None, *, trust: bool, device: str, several
         try:
             loaded = load(path, trust=trust, device=device)
         except (ValueError, OSError):
-            raise error from None  # the one about the given weights
+            raise error from None  # this error names the given weights
     return loaded
 
 

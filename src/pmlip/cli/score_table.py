@@ -7,6 +7,23 @@ from rich.table import Table
 from pmlip import score_table
 from pmlip.evaluation import Evaluation, compare
 
+EXPLANATIONS = {
+    "CRPS": "error of the whole predicted distribution; without a spread it is the MAE",
+    "SSR": "spread divided by RMSE, corrected for K samples; 1 is calibrated, below 1 overconfident",
+    "Spearman": "rank correlation of spread and error",
+    "|F| alone": "rank correlation of force norm and error",
+    "beyond |F|": "rank correlation of spread and error at equal |F|",
+    "best possible": "Spearman of a perfectly calibrated model",
+    "AUROC": (
+        "probability that a structure of this row has a larger spread than a structure of the first row; 0.5 is chance"
+    ),
+}
+
+
+def legend(*titles: str) -> str:
+    """Explanations of these columns, in sentences."""
+    return " ".join(f"{title}: {EXPLANATIONS[title]}." for title in titles)
+
 
 def score_table_of(name: str, evaluation: Evaluation) -> Table:
     """The scores of one model on one set of structures: a row per output, metrics of a single output below."""

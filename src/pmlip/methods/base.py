@@ -86,7 +86,10 @@ class Method(nn.Module, ABC):
     def spread_samples(self, samples: int) -> int:
         """Number of samples to draw when `samples` are requested; raises ValueError if the model has no spread."""
         if self.fixed_samples == 1:
-            raise ValueError("this model gives one prediction and no spread; use model.backbone.calculator()")
+            raise ValueError(
+                "this model predicts no spread, because it has a single sample; use a method with a spread, or "
+                "model.backbone.calculator() for its predictions"
+            )
         if not self.trained:
             raise ValueError(UNTRAINED)
         count = self.fixed_samples or samples
