@@ -3,7 +3,7 @@
 This file alone defines which entries count:
 - an entry counts if its label and its prediction are finite;
 - an entry varies if its spread is above zero (forces: above SMALLEST_SPREAD; symmetry fixes the others);
-- atoms and structures are ranked by their forces, and only if every force has a label;
+- rows `atoms` and `structures` exist only for forces, and only if every force has a label and the model has a spread;
 - one sample, or an untrained model, has no spread.
 """
 

@@ -182,7 +182,7 @@ def finetune(
         valid=DataSource(valid.name if valid else train.name, len(held_out)),
     )
     if calibrate and trained.learner().calibrated_after:
-        data = valid.name if valid else f"what was held out of {train.name}"
+        data = valid.name if valid else f"structures held out from {train.name}"
         trained.save(out / "model.pt")  # so that an error in the calibration does not lose the run
         _calibrate(trained, held_out, data, console)
     trained.save(out / "model.pt")
@@ -228,7 +228,7 @@ def _choose(
     seed: int,
     console: Console,
 ) -> "tuple[list[Atoms], list[Atoms]]":
-    """The structures to train on, and those to hold out for validation."""
+    """The structures to train on, and the structures to hold out for validation."""
     read = files[train]
     if valid is not None:
         return [read[i] for i in chosen(len(read), count, seed, train)], files[valid]
@@ -289,7 +289,7 @@ def _split(available: int, count: int | None, seed: int, path: Path) -> tuple[li
 
 
 def as_toml(settings: Mapping[str, Any]) -> str:
-    """The settings as a file for `--settings`; those that are None are left out, since TOML has no null."""
+    """The settings as a file for `--settings`, without settings that are None, since TOML has no null."""
     lines = [
         f"{name} = {json.dumps(str(value) if isinstance(value, Path) else value)}"
         for name, value in settings.items()

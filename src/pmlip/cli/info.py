@@ -1,4 +1,4 @@
-"""pmlip info: what is in a model file."""
+"""pmlip info: the content of a model file."""
 
 from typing import Any
 

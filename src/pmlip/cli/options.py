@@ -137,7 +137,7 @@ class Command(TyperCommand):
 def exit_on_error(params: Iterable[Any] = ()) -> Iterator[None]:
     """Print an error as one sentence and exit: with code 2 for bad input, with code 1 for any other failure.
 
-    params: those of the command, whose flags the message then names.
+    params: parameters of the command. The message names their flags.
     """
     try:
         yield

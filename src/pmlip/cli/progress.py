@@ -1,4 +1,4 @@
-"""The progress bar of long work: what is done, how much of it, time spent and time left."""
+"""The progress bar of long work: current task, fraction done, time spent and time left."""
 
 import contextlib
 from collections.abc import Callable, Iterator

@@ -61,7 +61,10 @@ class Potential(Perturbed, Method):
         return (z @ self.energy_zero + 0.5 * (z @ self.energy_curvature * z).sum(-1)).double()
 
     def fit_energy_zero(self, structures: Sequence[Atoms], *, curved: bool = True) -> None:
-        """Subtract from sample energies the part common to all structures that is linear (curved: quadratic) in z."""
+        """Fit v (and C if `curved`), which set the energy offsets of the samples.
+
+        The mean energy per atom over the structures then no longer depends on z to first (second) order.
+        """
         graphs = [(self.backbone.graph([atoms]), len(atoms)) for atoms in structures]
 
         def gradient(e: Tensor) -> Tensor:

@@ -81,7 +81,9 @@ def require_labels(structures: Sequence[Atoms], names: Sequence[str]) -> None:
         if len(lacking := _lacking(found, name)):
             index = int(lacking[0])
             raise StructureError(
-                structures[index], index, f"it carries no {name}, which every structure needs here; remove it"
+                structures[index],
+                index,
+                f"it has no {name}; this function needs {name} for every structure. Remove the structure.",
             )
 
 

@@ -37,7 +37,8 @@ class FinetuneConfig:
     )
     start: float | None = setting(
         None,
-        "Initial spread of the forces, relative to their error; 0 starts without noise. Default: 1 for method p.",
+        "Initial force spread, as a multiple of the force MAE before fine-tuning; 0 starts without noise. "
+        "Default: 1 for method p.",
         group="Noise",
     )
     balance: float = setting(1.0, "Initial noise: 1 = equal spread per site, 0 = equal weights.")
@@ -58,7 +59,7 @@ class FinetuneConfig:
     )
     energy: float = setting(
         0.05,
-        "Weight of the energy error in the loss, relative to its value before fine-tuning; 0 ignores energies.",
+        "Weight of the energy term; each term is its CRPS divided by the MAE before fine-tuning. 0 ignores energies.",
         group="Training",
     )
     energy_without_noise: float = setting(
@@ -70,10 +71,15 @@ class FinetuneConfig:
     common_energy: float = setting(
         0.1, "Factor on the batch-mean energy error in the loss; 1 favours energies over forces. Needs offsets."
     )
-    forces: float = setting(1.0, "Weight of the force error in the loss; 0 ignores forces.", group="Training")
+    forces: float = setting(
+        1.0,
+        "Weight of the force term; each term is its CRPS divided by the MAE before fine-tuning. 0 ignores forces.",
+        group="Training",
+    )
     stress: float = setting(
         0.05,
-        "Weight of the stress error in the loss; set it to 0 if the stress labels are unreliable.",
+        "Weight of the stress term; each term is its CRPS divided by the MAE before fine-tuning. 0 ignores stress, for "
+        "example if its labels are unreliable.",
         group="Training",
     )
     fairness: float = setting(
@@ -81,7 +87,8 @@ class FinetuneConfig:
     )
     offsets: bool = setting(
         True,
-        "Fit one energy offset per element to the training set before training; corrects other DFT references.",
+        "Fit one energy offset per element to the training set before training; corrects for different reference "
+        "energies of the DFT labels.",
         group="Training",
     )
     rotate: bool | None = setting(
