@@ -4,7 +4,7 @@ import torch
 from ase.calculators.calculator import Calculator, all_changes
 from torch import nn
 
-from pmlip.backbones.base import Backbone, Graph
+from pmlip.backbones.base import Backbone, Graph, Readout
 from pmlip.noise.injection import Site
 
 CUTOFF = 4.0
@@ -50,6 +50,12 @@ class TinyBackbone(Backbone):
             *(Site(f"update.{i}", "node") for i in range(2)),
         ]
 
+    def atom_of_row(self, graph):
+        return {"edge": graph.batch["edge"][1]}
+
+    def readouts(self):
+        return [Readout("energy")]
+
     def single(self, atoms, index):
         like = self.module.energy.weight
         close = torch.from_numpy(atoms.get_all_distances()) < CUTOFF
@@ -59,7 +65,8 @@ class TinyBackbone(Backbone):
             "positions": torch.tensor(atoms.positions).to(like),
             "edge": edge,
         }
-        return Graph(batch, {"node": torch.zeros(len(atoms), dtype=torch.long), "edge": torch.zeros_like(edge[0])}, 1)
+        rows = {"node": torch.zeros(len(atoms), dtype=torch.long), "edge": torch.zeros_like(edge[0])}
+        return Graph(batch, rows, 1, batch["numbers"])
 
     def join_batches(self, batches):
         starts = [0, *torch.tensor([len(batch["numbers"]) for batch in batches]).cumsum(0).tolist()]

@@ -9,12 +9,12 @@ from ase import Atoms
 from torch import Tensor
 
 from pmlip import metrics
-from pmlip.methods.base import Method, Progress
+from pmlip.methods.base import Method
 from pmlip.provenance import Calibration
 from pmlip.samples import SMALLEST_SPREAD, Outputs, Samples
 from pmlip.scores import fair_crps
 from pmlip.spread_fit import LEVEL, SMALLEST, best_factor, check_count, check_level, conformal_factor
-from pmlip.structures.atoms import as_structures
+from pmlip.structures.atoms import Progress, as_structures
 from pmlip.structures.labels import labels, require_labels
 
 ROUNDS = 5  # largest number of fits

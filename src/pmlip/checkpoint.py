@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pmlip.atomic_files import atomic_write
 from pmlip.backbones import Backbone, load_backbone, weights_hash
 from pmlip.errors import CheckpointError
+from pmlip.novelty import TrainingFeatures
 from pmlip.provenance import Calibration, History
 
 FORMAT_VERSION = 4  # 2: energy_zero of potentials, 3: energy_curvature, 4: typed history and calibration, w_z
@@ -62,6 +63,7 @@ class Checkpoint:
     versions: Mapping[str, str]  # versions of pmlip and torch that wrote the file
     history: History | None
     calibration: Calibration | None
+    training_features: Mapping[str, TrainingFeatures]
 
 
 def write(
@@ -72,6 +74,7 @@ def write(
     state: Mapping[str, Tensor],
     history: History | None = None,
     calibration: Calibration | None = None,
+    training_features: Mapping[str, TrainingFeatures] | None = None,
 ) -> None:
     content = {
         "format": "pmlip",
@@ -81,6 +84,7 @@ def write(
         "state": dict(state),
         "history": asdict(history) if history else None,
         "calibration": asdict(calibration) if calibration else None,
+        "training_features": {kind: one.to_record() for kind, one in (training_features or {}).items()},
         "versions": {"pmlip": version("pmlip"), "torch": str(torch.__version__)},
     }
     with atomic_write(path) as file:
@@ -111,6 +115,7 @@ def read(path: str | Path) -> Checkpoint:
         content["state"],
         content["versions"],
         *_how_it_was_made(content),
+        {kind: TrainingFeatures.from_record(one) for kind, one in content.get("training_features", {}).items()},
     )
 
 

@@ -11,12 +11,12 @@ from ase import Atoms
 from torch import Tensor
 
 from pmlip import score_table
-from pmlip.methods.base import Method, Progress
+from pmlip.methods.base import Method
 from pmlip.samples import Outputs, Samples
 from pmlip.score_columns import Columns
 from pmlip.scores import fair_crps_of_scaled
 from pmlip.structures import LABELS
-from pmlip.structures.atoms import as_structures
+from pmlip.structures.atoms import Progress, as_structures
 from pmlip.structures.labels import labels
 
 

@@ -53,6 +53,7 @@ def load(
         raise CheckpointError(f"the weights in {path} do not fit this backbone: {first_reason(error)}") from error
     if isinstance(model, Method):
         model.history, model.calibration = content.history, content.calibration
+        model.training_features = content.training_features
     return model.to(device)
 
 

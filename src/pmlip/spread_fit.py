@@ -3,12 +3,13 @@
 import math
 
 import numpy as np
-from scipy.optimize import minimize_scalar
+from scipy.optimize import minimize, minimize_scalar
 from torch import Tensor
 
 from pmlip.scores import fair_crps, gaussian_crps
 
 SMALLEST = 0.02  # lower bound of a fitted factor
+LARGEST_POWER = 2.0
 LEVEL = 0.95  # default coverage of an interval
 
 
@@ -70,3 +71,15 @@ def best_width(errors: np.ndarray, units: np.ndarray) -> float:
 
     fit = minimize_scalar(crps, bounds=(np.log(scale) - 7, np.log(scale) + 7), method="bounded")
     return float(np.exp(fit.x))
+
+
+def best_power(errors: np.ndarray, units: np.ndarray) -> tuple[float, float]:
+    """Return a and b that minimise the mean CRPS of N(0, (exp(a) unit^b)^2) at the errors; b lies in [0, 2]."""
+    positive = np.maximum(units, 1e-9)
+    start = (math.log(max(float(np.sqrt(np.mean(errors**2))), 1e-9)), 1.0)
+
+    def crps(point: np.ndarray) -> float:
+        return float(gaussian_crps(errors, math.exp(point[0]) * positive ** np.clip(point[1], 0, LARGEST_POWER)).mean())
+
+    found = minimize(crps, start, method="Nelder-Mead", options={"xatol": 1e-4, "fatol": 1e-9}).x
+    return float(found[0]), float(np.clip(found[1], 0, LARGEST_POWER))

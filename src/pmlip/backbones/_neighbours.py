@@ -37,7 +37,14 @@ def build_graph(
             raise StructureError(atoms, index, f"{potential} does not know {atom.symbol}, only {known}")
     built = _single(atoms, index, cutoff, species)
     batch = Batch(**{name: value.to(like.device) for name, value in vars(built).items()})
-    return Graph(batch, {"node": torch.zeros_like(batch.species), "edge": torch.zeros_like(batch.edge[:, 0])}, 1)
+    rows = {"node": torch.zeros_like(batch.species), "edge": torch.zeros_like(batch.edge[:, 0])}
+    return Graph(batch, rows, 1, torch.tensor(atoms.numbers).to(like.device))
+
+
+def atom_of_row(graph: Graph) -> dict[str, Tensor]:
+    """Return the atom that each edge belongs to, its centre."""
+    batch: Batch = graph.batch
+    return {"edge": batch.edge[:, 0]}
 
 
 def outputs_by_gradient(graph: Graph, energy: Callable[[Tensor], Tensor], like: Tensor) -> dict[str, Tensor]:

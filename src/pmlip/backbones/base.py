@@ -1,9 +1,10 @@
 """The interface of a backbone, and helper functions for adapters."""
 
+import contextlib
 import hashlib
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,15 @@ class Graph:
     batch: Any  # private to the backbone
     rows: Mapping[str, Tensor]  # kind of row ("node" always, "edge", "angle", ...) -> system of each row
     systems: int
+    numbers: Tensor  # (atom,) atomic numbers
+
+
+@dataclass(frozen=True)
+class Readout:
+    """A module that computes energies from the features of the atoms, its first argument (atom, feature)."""
+
+    name: str  # relative to the package's model
+    scalars: int | None = None  # number of leading features that do not change under rotation; None: all
 
 
 class Backbone(nn.Module, ABC):
@@ -71,6 +81,14 @@ class Backbone(nn.Module, ABC):
             found.append(layers)
         return found
 
+    @abstractmethod
+    def atom_of_row(self, graph: "Graph") -> Mapping[str, Tensor]:
+        """Return the atom that each row belongs to, for the kinds of rows that sites have besides "node"."""
+
+    @abstractmethod
+    def readouts(self) -> Sequence[Readout]:
+        """Return the modules whose inputs are the latent features of the atoms."""
+
     @property
     def _like(self) -> Tensor:
         """Return a parameter that has the device and precision of the model."""
@@ -102,7 +120,8 @@ class Backbone(nn.Module, ABC):
             kind: torch.cat([graph.rows[kind] + start for graph, start in zip(graphs, starts, strict=True)])
             for kind in graphs[0].rows
         }
-        return Graph(self.join_batches([graph.batch for graph in graphs]), rows, systems)
+        numbers = torch.cat([graph.numbers for graph in graphs])
+        return Graph(self.join_batches([graph.batch for graph in graphs]), rows, systems, numbers)
 
     def repeat(self, graph: Graph, copies: int) -> Graph:
         """Concatenate `copies` copies of a batch."""
@@ -178,6 +197,18 @@ def conservative_outputs(
         voigt = voigt.masked_fill(volume.isnan()[:, None], torch.nan)
     outputs = {"energy": total, "forces": -gradient, "stress": voigt}
     return outputs if differentiable else {name: value.detach() for name, value in outputs.items()}
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside the block; restores the mode of every submodule at its end."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 def times_own(rows: Tensor, matrices: Tensor, system: Tensor) -> Tensor:

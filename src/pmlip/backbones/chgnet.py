@@ -19,7 +19,7 @@ from ase.calculators.calculator import Calculator
 from torch import Tensor, nn
 
 from pmlip.atomic_files import atomic_write
-from pmlip.backbones.base import Backbone, Graph, conservative_outputs, distance_features, times_own
+from pmlip.backbones.base import Backbone, Graph, Readout, conservative_outputs, distance_features, times_own
 from pmlip.noise.injection import Site
 from pmlip.noise.layer_classes import become
 from pmlip.noise.split_linear import SplitInput, SplitLinear, split_input
@@ -167,12 +167,21 @@ class CHGNetBackbone(Backbone):
             if layer is not None
         ]
 
+    def atom_of_row(self, graph: Graph) -> dict[str, Tensor]:
+        batch: Batch = graph.batch
+        return {"edge": batch.edge[:, 0], "angle": batch.angle[:, 0]}
+
+    def readouts(self) -> list[Readout]:
+        if not self.module.mlp_first:
+            raise ValueError("this CHGNet averages the features of atoms before its readout, so atoms have no features")
+        return [Readout("mlp")]
+
     def single(self, atoms: Atoms, index: int) -> Graph:
         like = self.module.bond_embedding.weight
         built = vars(self._single(atoms, index))
         batch = Batch(**{name: x.to(like) if x.is_floating_point() else x.to(like.device) for name, x in built.items()})
         rows = {"node": batch.numbers, "edge": batch.edge[:, 0], "angle": batch.angle[:, 0]}
-        return Graph(batch, {kind: torch.zeros_like(index) for kind, index in rows.items()}, 1)
+        return Graph(batch, {kind: torch.zeros_like(index) for kind, index in rows.items()}, 1, batch.numbers)
 
     def join_batches(self, batches: Sequence[Batch]) -> Batch:
         return _join(batches)

@@ -15,14 +15,14 @@ from ase.calculators.calculator import Calculator
 from torch import Tensor, nn
 
 from pmlip.atomic_files import atomic_write
-from pmlip.backbones.base import Backbone, Graph
+from pmlip.backbones.base import Backbone, Graph, Readout
 from pmlip.noise.injection import Site
 
 try:
     from mace.calculators import MACECalculator
     from mace.modules import MACE, ScaleShiftMACE
 
-    from pmlip.backbones._neighbours import Batch, build_graph, join, outputs_by_gradient
+    from pmlip.backbones._neighbours import Batch, atom_of_row, build_graph, join, outputs_by_gradient
 except ImportError as error:
     raise ImportError("backbone 'mace' needs: pip install 'pmlip[mace]'") from error
 
@@ -51,6 +51,13 @@ class MACEBackbone(Backbone):
 
     def sites(self) -> list[Site]:
         return [Site(f"interactions.{i}.conv_tp_weights", "edge") for i in range(len(self.module.interactions))]
+
+    def atom_of_row(self, graph: Graph) -> dict[str, Tensor]:
+        return atom_of_row(graph)
+
+    def readouts(self) -> list[Readout]:
+        first = [getattr(readout, "linear", None) or readout.linear_1 for readout in self.module.readouts]
+        return [Readout(f"readouts.{i}", linear.irreps_in.count("0e")) for i, linear in enumerate(first)]
 
     def single(self, atoms: Atoms, index: int) -> Graph:
         return build_graph(

@@ -19,7 +19,7 @@ from ase.calculators.calculator import Calculator
 from torch import Tensor, nn
 
 from pmlip.atomic_files import atomic_write
-from pmlip.backbones.base import Backbone, Graph, conservative_outputs, distance_features, times_own
+from pmlip.backbones.base import Backbone, Graph, Readout, conservative_outputs, distance_features, times_own
 from pmlip.errors import first_reason
 from pmlip.noise.injection import Site
 from pmlip.noise.layer_classes import become
@@ -100,11 +100,17 @@ class OrbBackbone(Backbone):
             for kind in ("node", "edge")
         ]
 
+    def atom_of_row(self, graph: Graph) -> dict[str, Tensor]:
+        return {"edge": graph.batch.receivers}
+
+    def readouts(self) -> list[Readout]:
+        return [Readout("heads.energy")]
+
     def single(self, atoms: Atoms, index: int) -> Graph:
         batch = self._single(atoms, index).to(self._like.device)
         counts = {"node": batch.n_node, "edge": batch.n_edge}
         rows = {kind: torch.zeros(int(n), dtype=torch.long, device=n.device) for kind, n in counts.items()}
-        return Graph(batch, rows, 1)
+        return Graph(batch, rows, 1, batch.atomic_numbers)
 
     def join_batches(self, batches: Sequence[AtomGraphs]) -> AtomGraphs:
         return batch_graphs(list(batches))

@@ -17,7 +17,7 @@ from ase.calculators.calculator import Calculator
 from torch import Tensor, nn
 
 from pmlip.atomic_files import atomic_write
-from pmlip.backbones.base import Backbone, Graph
+from pmlip.backbones.base import Backbone, Graph, Readout
 from pmlip.noise.injection import Site
 
 try:
@@ -29,7 +29,7 @@ try:
     from sevenn.nn.scale import Rescale
     from sevenn.nn.sequential import AtomGraphSequential
 
-    from pmlip.backbones._neighbours import Batch, build_graph, join, outputs_by_gradient
+    from pmlip.backbones._neighbours import Batch, atom_of_row, build_graph, join, outputs_by_gradient
 except ImportError as error:
     raise ImportError("backbone 'sevenn' needs: pip install 'pmlip[sevenn]'") from error
 
@@ -76,6 +76,13 @@ class SevenNetBackbone(Backbone):
     def sites(self) -> list[Site]:
         layers = [name for name, _ in self.module.named_children() if name.endswith("_convolution")]
         return [Site(f"{layer}.weight_nn.layer0", "edge") for layer in layers]
+
+    def atom_of_row(self, graph: Graph) -> dict[str, Tensor]:
+        return atom_of_row(graph)
+
+    def readouts(self) -> list[Readout]:
+        linear = self.module.reduce_input_to_hidden.linear
+        return [Readout("reduce_input_to_hidden.linear", linear.irreps_in.count("0e"))]
 
     def single(self, atoms: Atoms, index: int) -> Graph:
         return build_graph(

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import torch
 from ase import Atoms
 
-from pmlip.backbones.base import Backbone
-from pmlip.methods._sampling import evaluating
+from pmlip.backbones.base import Backbone, evaluating
 from pmlip.noise.injection import noisy_layers
 from pmlip.perturbed import Perturbed
 from pmlip.structures.atoms import subsample

@@ -1,17 +1,20 @@
 """Runs a method on structures in chunks of (structure, sample) pairs."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from ase import Atoms
 from torch import Tensor, nn
 
-from pmlip.backbones.base import Backbone, Graph
+from pmlip import novelty
+from pmlip.backbones.base import Backbone, Graph, evaluating
 from pmlip.methods._chunks import ChunkSize, run_in_chunks
+from pmlip.novelty import Novelty, TrainingFeatures
+from pmlip.samples import Outputs
 from pmlip.structures.atoms import StructureError, system_index
 
-ATOMS_IN_A_PASS = 128  # for methods whose noise is drawn per batch row
+ATOMS_IN_A_PASS = 128  # where the size of a pass is not tuned at run time
 
 
 def run(
@@ -40,12 +43,6 @@ def run(
         known: dict[torch.device, ChunkSize] = model.__dict__.setdefault("_chunks", {})
         chunk = known.setdefault(next(model.parameters()).device, ChunkSize())
 
-    def build(start: int, stop: int) -> tuple[int, Graph]:
-        try:
-            return start, backbone.graph(structures[start:stop])
-        except StructureError as error:
-            raise error.after(start) from None
-
     def forward(group: tuple[int, Graph], piece: Tensor) -> dict[str, Tensor]:
         start, graph = group
         # change the seed per group; otherwise row i of every group would draw the same noise
@@ -54,10 +51,53 @@ def run(
 
     with evaluating(model), torch.no_grad():
         outputs = run_in_chunks(
-            build, forward, sizes=[len(atoms) for atoms in structures], noise=noise, chunk=chunk, progress=progress
+            partial(_build, backbone, structures),
+            forward,
+            sizes=[len(atoms) for atoms in structures],
+            noise=noise,
+            chunk=chunk,
+            progress=progress,
         )
     _refuse_non_finite(outputs, structures)
     return outputs
+
+
+def measure(
+    backbone: Backbone,
+    structures: list[Atoms],
+    training: TrainingFeatures,
+    *,
+    chunk_atoms: int | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Novelty:
+    """The novelty of every structure, and the prediction of the backbone from the same passes."""
+
+    def forward(group: tuple[int, Graph], _: Tensor) -> dict[str, Tensor]:
+        gamma, outputs = novelty.lengths(backbone, group[1], training)
+        return {name: value[None].cpu() for name, value in {**outputs, "gamma": gamma}.items()}
+
+    with evaluating(backbone):
+        found = run_in_chunks(
+            partial(_build, backbone, structures),
+            forward,
+            sizes=[len(atoms) for atoms in structures],
+            noise=torch.zeros(1),
+            chunk=ChunkSize(chunk_atoms or ATOMS_IN_A_PASS, settled=True),
+            progress=progress,
+        )
+    gamma = found.pop("gamma")[0]
+    _refuse_non_finite(found, structures)
+    novelty.refuse_nan(gamma, structures)
+    predicted = Outputs({name: value[0] for name, value in found.items()}, system_index(structures))
+    return training.novelty(gamma, predicted)
+
+
+def _build(backbone: Backbone, structures: list[Atoms], start: int, stop: int) -> tuple[int, Graph]:
+    """The index of the first structure, and the graph of structures `start` to `stop` - 1."""
+    try:
+        return start, backbone.graph(structures[start:stop])
+    except StructureError as error:
+        raise error.after(start) from None
 
 
 def _refuse_non_finite(outputs: Mapping[str, Tensor], structures: list[Atoms]) -> None:
@@ -74,15 +114,3 @@ def _refuse_non_finite(outputs: Mapping[str, Tensor], structures: list[Atoms]) -
                 f"the predicted {name} of sample {sample} is NaN or infinite; check for overlapping atoms, and that "
                 "training did not diverge",
             )
-
-
-@contextlib.contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block; restores the mode of every submodule at its end."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode

@@ -6,9 +6,10 @@ Evaluation, calculators and benchmarks use `Method` alone, whichever method it i
 import contextlib
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from torch import Tensor, nn
 from pmlip import checkpoint
 from pmlip.backbones.base import Backbone, Graph
 from pmlip.methods import _sampling
+from pmlip.novelty import KINDS, Novelty, TrainingFeatures, default_kind, fit
 from pmlip.provenance import Calibration, History
 from pmlip.samples import UNTRAINED, Outputs, Samples
-from pmlip.structures.atoms import as_structures, system_index
+from pmlip.structures.atoms import Progress, as_structures, system_index
 
-Progress = Callable[[int, int], None]
 USUAL_SAMPLES = 16  # default number of samples
 FIXED_ATOMS = 512  # atoms per pass where results must be bitwise reproducible, since batching changes rounding
 
@@ -38,6 +39,7 @@ class Method(nn.Module, ABC):
     origin: checkpoint.Origin  # the backbone it was made from
     history: History | None = None  # how it was fine-tuned
     calibration: Calibration | None = None  # how its spread was scaled
+    training_features: Mapping[str, TrainingFeatures] = MappingProxyType({})  # kind of features -> for novelty
 
     @abstractmethod
     def draw(self, samples: int, *, seed: int = 0) -> Tensor:
@@ -152,6 +154,50 @@ class Method(nn.Module, ABC):
         outputs = self._run(listed, None, chunk_atoms)
         return Outputs({name: value[0] for name, value in outputs.items()}, system_index(listed))
 
+    def fit_novelty(
+        self,
+        train: Sequence[Atoms],
+        *,
+        valid: Sequence[Atoms] = (),
+        kinds: Sequence[str] = KINDS,
+        progress: Progress | None = None,
+    ) -> None:
+        """Store what `novelty` needs: the features of the training structures, scaled on held-out structures.
+
+        See `pmlip.novelty.fit`. progress(done, total) counts structures, once for each kind of features.
+        """
+        fitted = {kind: fit(self.backbone, train, valid=valid, kind=kind, progress=progress) for kind in kinds}
+        self.training_features = {**self.training_features, **fitted}
+
+    def novelty(
+        self,
+        structures: Atoms | Iterable[Atoms],
+        *,
+        kind: str | None = None,
+        chunk_atoms: int | None = None,
+        progress: Progress | None = None,
+    ) -> Novelty:
+        """How unusual each atom and structure is, compared with the training set, and one-pass error bars.
+
+        kind: "gradients" or "latent", see `pmlip.novelty`; by default gradients if the potential is conservative.
+        """
+        listed = as_structures(structures)
+        training = self._training_features(kind)
+        return _sampling.measure(self.backbone, listed, training, chunk_atoms=chunk_atoms, progress=progress)
+
+    def _training_features(self, kind: str | None) -> TrainingFeatures:
+        if not self.training_features:
+            raise ValueError(
+                "this model has no training features, so novelty cannot be measured; call model.fit_novelty with the "
+                "structures it was trained on"
+            )
+        usual = default_kind(self.backbone)
+        chosen = kind or (usual if usual in self.training_features else next(iter(self.training_features)))
+        if chosen not in self.training_features:
+            raise ValueError(f"kind must be one of {', '.join(self.training_features)}, got kind={chosen!r}")
+        self.training_features[chosen].check(self.backbone)
+        return self.training_features[chosen]
+
     def save(self, path: str | Path) -> None:
         """Write the model to one file, atomically; `pmlip.load` reads it."""
         checkpoint.write(
@@ -161,6 +207,7 @@ class Method(nn.Module, ABC):
             state=self.state_dict(),
             history=self.history,
             calibration=self.calibration,
+            training_features=self.training_features,
         )
 
     def _count(self, samples: int | None) -> int:

@@ -10,12 +10,12 @@ from torch.nn import functional
 
 from pmlip.backbones.base import Backbone, Graph
 from pmlip.methods import _energy_zero, _response
-from pmlip.methods.base import Initialisation, Learner, Method, Progress
+from pmlip.methods.base import Initialisation, Learner, Method
 from pmlip.noise import draws as noise_draws
 from pmlip.noise.injection import Site, Sites, find_sites
 from pmlip.perturbed import Perturbed
 from pmlip.samples import Samples
-from pmlip.structures.atoms import subsample
+from pmlip.structures.atoms import Progress, subsample
 
 ATOMS_IN_A_GRADIENT = 64  # atoms times samples per pass
 STRUCTURES_FOR_ZERO = 2  # enough, since all structures share the energy offset of a sample

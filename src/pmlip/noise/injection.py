@@ -108,7 +108,7 @@ class NoisyRadial(NoisyLayer):
     """Noisy version of the layers of e3nn's `FullyConnectedNet`: a weight matrix and an activation, without a bias."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _radial(self, x, self.shift(x, x))
+        return after_activation(self, before_activation(self, x, self.shift(x, x)))
 
     def fold(self) -> None:
         shift, site = self._unperturb()
@@ -126,17 +126,21 @@ class ShiftedRadial(nn.Module):
     envelope: Envelope | None
 
     def forward(self, x: Tensor) -> Tensor:
-        return _radial(self, x, self.shift if self.envelope is None else self.shift * self.envelope(x))
+        return after_activation(self, before_activation(self, x, self.folded_shift(x)))
+
+    def folded_shift(self, x: Tensor) -> Tensor:
+        return self.shift if self.envelope is None else self.shift * self.envelope(x)
 
 
-def _radial(layer: Any, x: Tensor, shift: Tensor | None) -> Tensor:
-    """e3nn's act(x W / sqrt(h_in var_in)) sqrt(var_out), with the shift added before the activation."""
+def before_activation(layer: Any, x: Tensor, shift: Tensor | None) -> Tensor:
+    """Return x W / sqrt(h_in var_in) + shift, the first half of e3nn's layer."""
     out = x @ (layer.weight / (layer.h_in * layer.var_in) ** 0.5)
-    if shift is not None:
-        out = out + shift
-    if layer.act is not None:
-        out = layer.act(out)
-    return out * layer.var_out**0.5
+    return out if shift is None else out + shift
+
+
+def after_activation(layer: Any, out: Tensor) -> Tensor:
+    """Return act(out) sqrt(var_out), the second half of e3nn's layer."""
+    return (out if layer.act is None else layer.act(out)) * layer.var_out**0.5
 
 
 def _is_radial(layer: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """Validate input structures (ASE Atoms)."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +9,8 @@ import torch
 from ase import Atoms
 
 ELECTRONS = ("charge", "spin")  # keys of `info`
+
+Progress = Callable[[int, int], None]  # progress(done, total) counts structures
 
 
 class StructureError(ValueError):

@@ -78,6 +78,7 @@ def finetune(
         raise ValueError("this method fits its widths to validation data; pass structures as valid=...")
     processes = processes or Processes(next(model.parameters()).device)
     model.history = model.calibration = None  # they describe the weights before this run
+    model.training_features = {}
     runs: list[Finetuned] = []
     parts = learner.parts()
     if folder:

@@ -1,0 +1,121 @@
+"""Gradients of the energy with respect to shifts at the sites of a network, one vector per atom.
+
+A shift s_a for the rows of atom a changes the output h of a site to h + envelope s_a, so dE/ds_a is the sum of
+envelope dE/dh over these rows. Tensor hooks add up this sum during any backward pass of the energy, for example the
+pass that gives the forces.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from pmlip.noise.injection import (
+    NoisyLayer,
+    ShiftedRadial,
+    Site,
+    Sites,
+    after_activation,
+    before_activation,
+    find_sites,
+    noisy_layers,
+)
+from pmlip.noise.layer_classes import Mixin, become, mixed_class
+from pmlip.noise.split_linear import SplitInput
+
+
+class SiteGradients:
+    """The gradients of one batch: `per_atom` (atom, feature) is complete after a backward pass of the energy."""
+
+    def __init__(self, atom_of_row: Mapping[str, Tensor], widths: Mapping[str, int], like: Tensor) -> None:
+        """atom_of_row: kind of row -> atom of each row. widths: name of each site -> width of its output."""
+        self.outputs: list[Tensor] = []  # of the sites, from which a backward pass can start
+        self._atom_of_row = atom_of_row
+        self._columns: dict[str, slice] = {}
+        start = 0
+        for name, width in widths.items():
+            self._columns[name] = slice(start, start + width)
+            start += width
+        self.per_atom = torch.zeros(len(atom_of_row["node"]), start, dtype=like.dtype, device=like.device)
+
+    def watch(self, site: Site, output: Tensor, envelope: Tensor | None) -> None:
+        """Collect the gradient of this output of a site."""
+        if not torch.is_grad_enabled():
+            return
+        if not output.requires_grad:
+            output.requires_grad_()
+        self.outputs.append(output)
+        output.register_hook(partial(self._add, site, envelope))
+
+    def _add(self, site: Site, envelope: Tensor | None, gradient: Tensor) -> None:
+        rows = gradient.detach() if envelope is None else gradient.detach() * envelope.detach()
+        # index_add is reproducible with several threads
+        self.per_atom[:, self._columns[site.name]].index_add_(0, self._atom_of_row[site.rows], rows)
+
+
+class WatchedLayer(Mixin):
+    """Base class of the layers at the sites while their gradients are collected."""
+
+    watched_site: Site
+    gradients: tuple[SiteGradients]  # in a tuple, as `NoisyLayer.noise_source`
+
+    def watch(self, inputs: Callable[[], Tensor], output: Tensor) -> None:
+        envelope = self.watched_site.envelope
+        self.gradients[0].watch(self.watched_site, output, None if envelope is None else envelope(inputs()))
+
+
+class WatchedLinear(WatchedLayer):
+    def forward(self, x: Tensor | SplitInput) -> Tensor:
+        out: Tensor = super().forward(x)
+        self.watch(x.concatenated if isinstance(x, SplitInput) else lambda: x, out)
+        return out
+
+
+class WatchedRadial(WatchedLayer):
+    """e3nn's layer contains its activation, and a shift enters before the activation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = None
+        if isinstance(self, NoisyLayer):
+            shift = self.shift(x, x)
+        elif isinstance(self, ShiftedRadial):
+            shift = self.folded_shift(x)
+        out = before_activation(self, x, shift)
+        self.watch(lambda: x, out)
+        return after_activation(self, out)
+
+
+def sites_of(module: nn.Module, wanted: Sites) -> tuple[Site, ...]:
+    """Return the layers where noise enters; if the module has no noise, the layers that `wanted` selects."""
+    own = tuple(layer.noise_site for layer in noisy_layers(module))
+    return own or find_sites(module, wanted)
+
+
+def widths_of(module: nn.Module, sites: Sequence[Site]) -> dict[str, int]:
+    """Return the width of the output of each site."""
+    layers = {site.name: module.get_submodule(site.name) for site in sites}
+    return {
+        name: layer.out_features if isinstance(layer, nn.Linear) else next(layer.parameters()).shape[1]
+        for name, layer in layers.items()
+    }
+
+
+@contextlib.contextmanager
+def collect(module: nn.Module, sites: Sequence[Site], atom_of_row: Mapping[str, Tensor]) -> Iterator[SiteGradients]:
+    """Collect the gradients of the sites in the passes of `module` inside the block."""
+    gradients = SiteGradients(atom_of_row, widths_of(module, sites), next(module.parameters()))
+    layers = {site: module.get_submodule(site.name) for site in sites}
+    plain = {site: type(layer) for site, layer in layers.items()}
+    try:
+        for site, layer in layers.items():
+            family = WatchedLinear if isinstance(layer, nn.Linear) else WatchedRadial
+            become(layer, mixed_class(family, plain[site]))
+            layer.watched_site, layer.gradients = site, (gradients,)  # type: ignore[assignment]
+        yield gradients
+    finally:
+        for site, layer in layers.items():
+            become(layer, plain[site])
+            for name in ("watched_site", "gradients"):
+                layer.__dict__.pop(name, None)

@@ -1,0 +1,291 @@
+"""Novelty: how unusual an atom is, compared with the training set of a model.
+
+The features g of an atom are the gradients of the energy with respect to shifts at the sites (kind "gradients"), or
+the latent features that enter the readout (kind "latent"). With H_Z the sum of g g^T over the training atoms of
+element Z, the length of an atom is
+
+    gamma = sqrt(g^T (H_Z + floor I)^-1 g)
+
+The novelty of an atom is gamma divided by the 95 % quantile of gamma over held-out atoms. The novelty of a structure
+is the root mean square gamma of its atoms, divided by the 95 % quantile over held-out structures. An atom whose
+element is not in the training set has infinite novelty.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from ase import Atoms
+from torch import Tensor, nn
+
+from pmlip.backbones.base import Backbone, Graph, Readout, evaluating
+from pmlip.curvature import Curvature, CurvatureSum
+from pmlip.errors import did_you_mean
+from pmlip.noise.injection import Site
+from pmlip.noise.site_gradients import collect, sites_of
+from pmlip.samples import Outputs, mean_per_system
+from pmlip.spread_fit import best_power
+from pmlip.structures.atoms import Progress, StructureError, as_structures, subsample, system_index
+from pmlip.structures.labels import labels
+
+KINDS = ("gradients", "latent")
+QUANTILE = 0.95
+FEWEST_HELD_OUT = 20  # structures for the quantile
+MOST_LEFT_OUT = 200  # training structures to compare with all others, if too few structures are held out
+LEFT_OUT = "training structures, each compared with all others"
+ATOMS_IN_A_PASS = 128
+
+
+@dataclass(frozen=True, eq=False)
+class Novelty:
+    """The novelty of atoms and structures; 1 is the 95 % quantile of held-out atoms and structures."""
+
+    atom: Tensor  # (atom,)
+    structure: Tensor  # (system,)
+    sigma: Tensor  # (atom,) eV/Å, standard deviation of the error of each force component; NaN if it was not fitted
+    predicted: Outputs  # the prediction without noise, from the same pass
+
+    @property
+    def system(self) -> Tensor:
+        """Index of the structure that each atom belongs to, (atom,)."""
+        return self.predicted.system
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingFeatures:
+    """What novelty keeps of a training set: one curvature per element, and the scale of novelty."""
+
+    kind: str  # "gradients" or "latent"
+    curvatures: Mapping[int, Curvature]  # atomic number -> curvature of the features
+    sources: Sequence[str]  # layers that the features come from
+    structures: int  # number of training structures
+    atom_quantile: float = 1.0
+    structure_quantile: float = 1.0
+    scaled_on: str = "nothing"  # the structures that the quantiles come from
+    log_width: float = float("nan")  # a and b of sigma = exp(a) novelty^b, in eV/Å
+    exponent: float = float("nan")
+
+    def lengths(self, features: Tensor, numbers: Tensor) -> Tensor:
+        """gamma of each atom, (atom,). It is infinite for elements that are not in the training set, and for atoms
+        without neighbours, whose features are all zero."""
+        found = torch.full((len(features),), torch.inf, dtype=torch.float64)
+        for own, curvature in self._elements(numbers):
+            found[own] = curvature.length(features[own])
+        return found.masked_fill((features == 0).all(1), torch.inf)
+
+    def lengths_left_out(self, features: Tensor, numbers: Tensor) -> Tensor:
+        """gamma of the atoms of one training structure if it had not been in the training set."""
+        found = torch.full((len(features),), torch.inf, dtype=torch.float64)
+        for own, curvature in self._elements(numbers):
+            found[own] = curvature.length_left_out(features[own])
+        return found
+
+    def novelty(self, lengths: Tensor, predicted: Outputs) -> Novelty:
+        atom = lengths / self.atom_quantile
+        structure = _root_mean_square(lengths, predicted.system) / self.structure_quantile
+        return Novelty(atom, structure, self.sigma(atom), predicted)
+
+    def sigma(self, novelty: Tensor) -> Tensor:
+        """Standard deviation of the error of each force component of atoms with this novelty, in eV/Å."""
+        return float(np.exp(self.log_width)) * novelty**self.exponent
+
+    def scaled(self, lengths: Tensor, structures: Sequence[Atoms], *, name: str) -> Self:
+        """The same features, with 1 as the 95 % quantile of these structures, whose atoms have these lengths."""
+        finite = lengths[lengths.isfinite()]
+        per_structure = _root_mean_square(lengths, system_index(structures))
+        per_structure = per_structure[per_structure.isfinite()]
+        if not len(per_structure):
+            raise ValueError(
+                f"novelty cannot be scaled on {name}: each of them has an element that the training set lacks"
+            )
+        quantiles = [float(values.quantile(QUANTILE)) for values in (finite, per_structure)]
+        return replace(self, atom_quantile=quantiles[0], structure_quantile=quantiles[1], scaled_on=name)
+
+    def with_error_bars(self, atom_novelty: Tensor, force_errors: Tensor) -> Self:
+        """The same features, with error bars fitted to force errors (atom, 3); without labels, they stay as before."""
+        known = force_errors.isfinite().all(1) & atom_novelty.isfinite()
+        if not known.any():
+            return self
+        units = atom_novelty[known, None].expand(-1, 3).numpy()
+        log_width, exponent = best_power(force_errors[known].numpy().ravel(), units.ravel())
+        return replace(self, log_width=log_width, exponent=exponent)
+
+    def to_record(self) -> dict[str, Any]:
+        """Plain values and tensors, for a checkpoint."""
+        curvatures = {number: vars(curvature) for number, curvature in self.curvatures.items()}
+        return {**vars(self), "sources": list(self.sources), "curvatures": curvatures}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Self:
+        curvatures = {number: Curvature(**one) for number, one in record["curvatures"].items()}
+        return cls(**{**record, "curvatures": curvatures})
+
+    def check(self, backbone: Backbone) -> None:
+        """Raise ValueError if the features come from other layers than those of this backbone."""
+        own = sources(backbone, self.kind)
+        if own != list(self.sources):
+            raise ValueError(
+                f"these training features come from the layers {', '.join(self.sources)}, but this model has "
+                f"{', '.join(own)}; fit them again with model.fit_novelty"
+            )
+
+    def _elements(self, numbers: Tensor) -> Iterator[tuple[Tensor, Curvature]]:
+        for number, curvature in self.curvatures.items():
+            own = (numbers.cpu() == number).nonzero()[:, 0]
+            if len(own):
+                yield own, curvature
+
+
+def default_kind(backbone: Backbone) -> str:
+    """Gradients if the pass for the forces gives them, otherwise latent features, which need no backward pass."""
+    return "gradients" if backbone.conservative else "latent"
+
+
+def features(backbone: Backbone, graph: Graph, kind: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the features of the atoms (atom, feature) and the outputs of the backbone, from one pass.
+
+    Gradients need a backward pass of the energy. For conservative potentials it is the pass that gives the forces.
+    """
+    if kind == "latent":
+        return _latent_features(backbone, graph)
+    nodes = graph.rows["node"]
+    atom_of_row = {"node": torch.arange(len(nodes), device=nodes.device), **backbone.atom_of_row(graph)}
+    with torch.no_grad(), collect(backbone.module, _sites(backbone), atom_of_row) as gradients:
+        if backbone.conservative:
+            outputs = backbone(graph)
+        else:
+            with torch.enable_grad():
+                outputs = backbone(graph)
+                torch.autograd.grad(outputs["energy"].sum(), gradients.outputs, allow_unused=True)
+    return gradients.per_atom, {name: value.detach() for name, value in outputs.items()}
+
+
+def _latent_features(backbone: Backbone, graph: Graph) -> tuple[Tensor, dict[str, Tensor]]:
+    seen: list[Tensor] = []
+
+    def keep(readout: Readout) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda _, inputs: seen.append(inputs[0].detach()[:, : readout.scalars])
+
+    hooks = [
+        backbone.module.get_submodule(readout.name).register_forward_pre_hook(keep(readout))
+        for readout in backbone.readouts()
+    ]
+    try:
+        with torch.no_grad():
+            outputs = backbone(graph)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.cat(seen, 1), outputs
+
+
+def _sites(backbone: Backbone) -> Sequence[Site]:
+    return sites_of(backbone.module, backbone.sites())
+
+
+def sources(backbone: Backbone, kind: str) -> list[str]:
+    """Names of the layers that the features come from."""
+    found: Sequence[Site | Readout] = _sites(backbone) if kind == "gradients" else backbone.readouts()
+    return [one.name for one in found]
+
+
+def lengths(backbone: Backbone, graph: Graph, training: TrainingFeatures) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return gamma of each atom of a batch (atom,), and the outputs of the backbone."""
+    found, outputs = features(backbone, graph, training.kind)
+    return training.lengths(found.cpu(), graph.numbers), outputs
+
+
+def fit(
+    backbone: Backbone,
+    train: Sequence[Atoms],
+    *,
+    valid: Sequence[Atoms] = (),
+    kind: str | None = None,
+    progress: Progress | None = None,
+) -> TrainingFeatures:
+    """The curvatures of the training structures, and the scale of novelty from held-out structures `valid`.
+
+    With fewer than 20 held-out structures, the scale comes from training structures, each compared with all others.
+    Error bars are fitted to the held-out structures with force labels. Training structures are read one batch at a
+    time. progress(done, total) counts structures.
+    """
+    kind = kind or default_kind(backbone)
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got kind={kind!r}{did_you_mean(kind, KINDS)}")
+    train, valid = as_structures(train) if len(train) else [], as_structures(valid) if len(valid) else []
+    if len(train) < 2:
+        raise ValueError(f"novelty compares structures with a training set of at least 2, got {len(train)}")
+    left_out = [] if len(valid) >= FEWEST_HELD_OUT else subsample(train, MOST_LEFT_OUT)
+    total, done = len(train) + len(left_out) + len(valid), 0
+
+    def passes(structures: list[Atoms], most_atoms: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Features, atomic numbers and predicted forces of each batch, on the CPU."""
+        nonlocal done
+        for start, batch in _batches(structures, most_atoms):
+            try:
+                graph = backbone.graph(batch)
+                found, outputs = features(backbone, graph, kind)
+                refuse_nan(found.cpu(), batch)
+            except StructureError as error:
+                raise error.after(start) from None
+            yield found.cpu(), graph.numbers.cpu(), outputs["forces"].cpu()
+            done += len(batch)
+            if progress:
+                progress(done, total)
+
+    sums: dict[int, CurvatureSum] = {}
+    with evaluating(backbone):
+        for found, numbers, _ in passes(train, ATOMS_IN_A_PASS):
+            for number in numbers.unique().tolist():
+                own = sums.setdefault(number, CurvatureSum(found.shape[1], centred=kind == "latent"))
+                own.add(found[numbers == number])
+        fitted = TrainingFeatures(
+            kind=kind,
+            curvatures={number: own.curvature() for number, own in sorted(sums.items())},
+            sources=sources(backbone, kind),
+            structures=len(train),
+        )
+        if left_out:
+            alone = [fitted.lengths_left_out(found, numbers) for found, numbers, _ in passes(left_out, 1)]
+            fitted = fitted.scaled(torch.cat(alone), left_out, name=LEFT_OUT)
+        if not valid:
+            return fitted
+        gammas, predicted = [], []
+        for found, numbers, forces in passes(valid, ATOMS_IN_A_PASS):
+            gammas.append(fitted.lengths(found, numbers))
+            predicted.append(forces)
+    gamma = torch.cat(gammas)
+    if not left_out:
+        fitted = fitted.scaled(gamma, valid, name=f"{len(valid)} held-out structures")
+    return fitted.with_error_bars(gamma / fitted.atom_quantile, torch.cat(predicted).double() - labels(valid).forces)
+
+
+def refuse_nan(rows: Tensor, structures: Sequence[Atoms]) -> None:
+    """Raise a StructureError if the features or gamma of an atom, (atom, ...), are NaN."""
+    bad = rows.flatten(1).isnan().any(1).nonzero() if rows.dim() > 1 else rows.isnan().nonzero()
+    if len(bad):
+        index = int(system_index(structures)[bad[0, 0]])
+        raise StructureError(
+            structures[index],
+            index,
+            "its novelty is NaN; check for overlapping atoms, and that training did not diverge",
+        )
+
+
+def _batches(structures: list[Atoms], most_atoms: int) -> Iterator[tuple[int, list[Atoms]]]:
+    """Consecutive structures with at most this many atoms together, or one structure; with the index of the first."""
+    start = 0
+    while start < len(structures):
+        stop, atoms = start + 1, len(structures[start])
+        while stop < len(structures) and atoms + len(structures[stop]) <= most_atoms:
+            atoms += len(structures[stop])
+            stop += 1
+        yield start, structures[start:stop]
+        start = stop
+
+
+def _root_mean_square(values: Tensor, system: Tensor) -> Tensor:
+    """Root mean square over the atoms of each structure, (system,)."""
+    return mean_per_system(values.square()[:, None], system, int(system[-1]) + 1).sqrt()
