@@ -50,9 +50,9 @@ def built_from(name: str) -> BuiltFrom | None:
     return getattr(_module(name), "BUILT_FROM", None)
 
 
-def build(name: str, tuned: Sequence[Method], valid: Sequence[Atoms]) -> Method:
+def build(name: str, tuned: Sequence[Method], *, train: Sequence[Atoms], valid: Sequence[Atoms]) -> Method:
     """A method built from the fine-tuned models that `built_from(name)` names; some methods fit widths to `valid`."""
-    built: Method = _module(name).build(tuned, valid)
+    built: Method = _module(name).build(tuned, train=train, valid=valid)
     return built
 
 

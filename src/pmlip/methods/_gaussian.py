@@ -7,7 +7,7 @@ import torch
 from ase import Atoms
 from torch import Tensor
 
-from pmlip.backbones.base import Backbone, Graph
+from pmlip.backbones.base import Backbone, Graph, evaluating
 from pmlip.methods.base import Learner, WrappedMethod, each_sample
 from pmlip.spread_fit import best_width
 from pmlip.structures import LABELS
@@ -39,11 +39,10 @@ class Gaussian(WrappedMethod):
         raise NotImplementedError
 
     def forward(self, graph: Graph, draws: Tensor | None) -> dict[str, Tensor]:
-        outputs = self.backbone(graph)
         if draws is None or self.training or not self.trained:  # training fits the backbone alone
             count = 1 if draws is None else len(draws)
-            return {name: value.expand(count, *value.shape) for name, value in outputs.items()}
-        units = self._units(graph, outputs)
+            return {name: value.expand(count, *value.shape) for name, value in self.backbone(graph).items()}
+        outputs, units = self.outputs_and_units(graph)
         widths = {name: width * units[name] for name, width in zip(LABELS, self.widths, strict=True) if name in units}
 
         def run(generator: torch.Generator) -> dict[str, Tensor]:
@@ -55,35 +54,31 @@ class Gaussian(WrappedMethod):
 
         return each_sample(run, draws)
 
-    def _units(self, graph: Graph, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    def outputs_and_units(self, graph: Graph) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Outputs of the backbone, and the units of their widths, in double precision."""
+        outputs = self.backbone(graph)
         atoms = torch.bincount(graph.rows["node"], minlength=graph.systems)
         units = {"energy": atoms.double(), "forces": self.force_units(graph, outputs["forces"]).double()}
         if "stress" in outputs:
             units["stress"] = torch.ones_like(outputs["stress"]).double()
-        return units
+        return outputs, units
 
-    def fit_widths(self, valid: Sequence[Atoms]) -> None:
+    def fit_widths(self, valid: Sequence[Atoms], *, train: Sequence[Atoms]) -> None:
         """Set the width of each output to the value with the smallest CRPS on the validation data."""
-        target = labels(valid)
         collected: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {name: [] for name in LABELS}
-        outputs = self.predict(valid)
-        for index, atoms in enumerate(valid):
-            graph = self.backbone.graph([atoms])
-            own = outputs.system == index
-            single = {
-                name: (value[own] if name == "forces" else value[[index]]).to(graph.rows["node"].device)
-                for name, value in outputs.items()
-            }
-            for name, unit in self._units(graph, single).items():
-                label = target[name][own] if name == "forces" else target[name][[index]]
-                error = (single[name].cpu().double() - label).numpy()
-                present = np.isfinite(error)
-                collected[name].append((error[present], np.broadcast_to(unit.cpu().numpy(), error.shape)[present]))
+        with evaluating(self), torch.no_grad():
+            for atoms in valid:
+                target = labels(atoms)
+                outputs, units = self.outputs_and_units(self.backbone.graph([atoms]))
+                for name, unit in units.items():
+                    error = (outputs[name].cpu().double() - target[name]).numpy()
+                    present = np.isfinite(error)
+                    collected[name].append((error[present], np.broadcast_to(unit.cpu().numpy(), error.shape)[present]))
         for position, name in enumerate(LABELS):
             pairs = [pair for pair in collected[name] if len(pair[0])]
             if pairs:
-                errors, units = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
-                self.widths[position] = best_width(errors, units)
+                errors, own = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
+                self.widths[position] = best_width(errors, own)
 
     def learner(self) -> Learner:
         return GaussianLearner(self)
@@ -95,11 +90,11 @@ class GaussianLearner(Learner):
     needs_validation = True
     model: Gaussian
 
-    def fit_on_validation(self, valid: Sequence[Atoms]) -> None:
-        self.model.fit_widths(valid)
+    def fit_on_validation(self, valid: Sequence[Atoms], *, train: Sequence[Atoms]) -> None:
+        self.model.fit_widths(valid, train=train)
 
 
-def fitted(model: Gaussian, valid: Sequence[Atoms]) -> Gaussian:
+def fitted(model: Gaussian, *, train: Sequence[Atoms], valid: Sequence[Atoms]) -> Gaussian:
     """Fit the widths of `model` to validation data, in place, and return it."""
-    model.fit_widths(valid)
+    model.fit_widths(valid, train=train)
     return model

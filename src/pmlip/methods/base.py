@@ -294,8 +294,8 @@ class Learner:
         """Align the energy offsets of the samples after training; returns False if samples have no offsets."""
         return False
 
-    def fit_on_validation(self, valid: Sequence[Atoms]) -> None:
-        """Fit parameters that are not trained, such as widths, to validation data."""
+    def fit_on_validation(self, valid: Sequence[Atoms], *, train: Sequence[Atoms]) -> None:
+        """Fit parameters that are not trained, such as widths, to validation data; train: the training structures."""
 
 
 class WrappedMethod(Method):

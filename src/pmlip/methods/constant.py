@@ -23,5 +23,5 @@ class Constant(Gaussian):
 make = Constant
 
 
-def build(tuned: Sequence[Method], valid: Sequence[Atoms]) -> Gaussian:
-    return fitted(Constant(tuned[0].backbone), valid)
+def build(tuned: Sequence[Method], *, train: Sequence[Atoms], valid: Sequence[Atoms]) -> Gaussian:
+    return fitted(Constant(tuned[0].backbone), train=train, valid=valid)

@@ -96,5 +96,5 @@ class EnsembleLearner(Learner):
 make = Ensemble
 
 
-def build(tuned: Sequence[Method], valid: Sequence[Atoms]) -> Ensemble:
+def build(tuned: Sequence[Method], *, train: Sequence[Atoms], valid: Sequence[Atoms]) -> Ensemble:
     return Ensemble.of(tuned)

@@ -25,5 +25,5 @@ class ForceScaled(Gaussian):
 make = ForceScaled
 
 
-def build(tuned: Sequence[Method], valid: Sequence[Atoms]) -> Gaussian:
-    return fitted(ForceScaled(tuned[0].backbone), valid)
+def build(tuned: Sequence[Method], *, train: Sequence[Atoms], valid: Sequence[Atoms]) -> Gaussian:
+    return fitted(ForceScaled(tuned[0].backbone), train=train, valid=valid)

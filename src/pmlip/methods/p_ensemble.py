@@ -77,5 +77,5 @@ class PEnsembleLearner(EnsembleLearner):
 make = PEnsemble
 
 
-def build(tuned: Sequence[Method], valid: Sequence[Atoms]) -> PEnsemble:
+def build(tuned: Sequence[Method], *, train: Sequence[Atoms], valid: Sequence[Atoms]) -> PEnsemble:
     return PEnsemble.of(tuned)

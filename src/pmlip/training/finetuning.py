@@ -93,7 +93,7 @@ def finetune(
         own = replace(config, seed=config.seed * len(parts) + number)  # unique for each pair of seed and part
         runs.append(_Run(part, data, held_out, own, part_folder, processes).to_the_end(show))
     if held_out:
-        learner.fit_on_validation(held_out.structures)
+        learner.fit_on_validation(held_out.structures, train=data.structures)
     done = replace(runs[0], **{name: sum(getattr(run, name) for run in runs) for name in ("seconds", "passes")})
     model.history = done.history(config)
     return done

@@ -147,7 +147,7 @@ def work(cell: Cell, *, settings: SilicaSettings, folder: Path, device: str = "c
                     f"{cell.name} is built from {part.name}, which is not fine-tuned; run {part.name} first"
                 )
         tuned = [_fine_tuned(part, data, settings, folder, device) for part in parts]
-        model = methods.build(_method(cell), tuned, data.valid)
+        model = methods.build(_method(cell), tuned, train=data.train, valid=data.valid)
         training = _summed([_training(part) for part in tuned])
     else:
         model = _fine_tuned(cell, data, settings, folder, device)
