@@ -14,7 +14,8 @@ from ase.calculators.singlepoint import SinglePointCalculator
 
 import pmlip
 from conftest import randomise_noise
-from pmlip import losses
+from pmlip import losses, novelty
+from pmlip.noise.injection import noisy_layers
 from pmlip.structures.atoms import system_index
 
 
@@ -207,6 +208,38 @@ class BackboneContract:
         for cutoff in self.cutoffs:
             energy = double.sample([pair_across(cutoff + step) for step in (-1e-6, 1e-6)], samples=3).energy
             torch.testing.assert_close(energy[:, 0], energy[:, 1], rtol=0, atol=1e-5)
+
+    # novelty
+
+    def test_site_gradients_are_the_derivative_by_a_shift(self, backbone, structures):
+        """The gradients of all atoms add up to dE/d(shift), here by finite differences along one direction."""
+        model = randomise_noise(pmlip.perturb(backbone, noise_dim=1), scale=0.3).double()
+        torch.nn.init.ones_(model.noise.w_z)
+        step = 1e-4
+        direction = torch.cat([layer.noise_weight.detach()[:, 0] for layer in noisy_layers(model.backbone)])
+        for atoms in structures[:3]:
+            graph = model.backbone.graph([atoms])
+            with torch.no_grad():
+                plus, minus = (model(graph, torch.tensor([[z]]))["energy"][0] for z in (step, -step))
+            slope = (plus - minus) / (2 * step) - len(atoms) * model.energy_zero.detach()[0]
+            gradients, _ = novelty.features(model.backbone, graph, "gradients")
+            torch.testing.assert_close(gradients.sum(0) @ direction, slope[0], rtol=1e-4, atol=1e-6)
+
+    @pytest.mark.parametrize("kind", novelty.KINDS)
+    def test_features_of_an_atom(self, backbone, structures, kind):
+        """They depend on nothing but the atom's surroundings, and the prediction is the same."""
+        double = copy.deepcopy(backbone).double()
+        together, outputs = novelty.features(double, double.graph(structures), kind)
+        with torch.no_grad():
+            plain = double(double.graph(structures))
+        self.assert_same(outputs, plain, atoms=8)
+        system = system_index(structures)
+        for index, atoms in enumerate(structures):
+            alone, _ = novelty.features(double, double.graph([atoms]), kind)
+            torch.testing.assert_close(alone, together[system == index], rtol=1e-5, atol=1e-7)
+        if backbone.equivariant:
+            turned, _ = novelty.features(double, double.graph([rotated(a, rotation()) for a in structures]), kind)
+            torch.testing.assert_close(turned, together, rtol=1e-4, atol=1e-6)
 
     # training
 

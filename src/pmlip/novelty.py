@@ -89,7 +89,7 @@ class TrainingFeatures:
 
     def sigma(self, novelty: Tensor) -> Tensor:
         """Standard deviation of the error of each force component of atoms with this novelty, in eV/Å."""
-        return float(np.exp(self.log_width)) * novelty**self.exponent
+        return (float(np.exp(self.log_width)) * novelty**self.exponent).masked_fill(novelty.isinf(), torch.inf)
 
     def scaled(self, lengths: Tensor, structures: Sequence[Atoms], *, name: str) -> Self:
         """The same features, with 1 as the 95 % quantile of these structures, whose atoms have these lengths."""

@@ -140,7 +140,7 @@ def test_a_spread_is_not_learned_from_one_sample():
 
 def test_names_of_methods():
     rivals = {"deterministic", "ensemble", "blip", "mc-dropout", "constant", "force-scaled", "confidence"}
-    assert {"p", "p-ensemble"} | rivals == set(methods.available())
+    assert {"p", "p-ensemble", "novelty", "novelty-latent"} | rivals == set(methods.available())
     with pytest.raises(ValueError, match=r"unknown method 'blib'; allowed: .*; did you mean 'blip'\?"):
         methods.make("blib", tiny_backbone())
 

@@ -34,8 +34,7 @@ class NoveltyWidths(Gaussian):
         training, node = self._training, graph.rows["node"]
         gamma, outputs = novelty.lengths(self.backbone, graph, training)
         found = training.novelty(gamma, Outputs(outputs, node.cpu()))
-        atoms, systems = (x.to(node.device) ** training.exponent for x in (found.atom, found.structure))
-        if not bool(atoms.isfinite().all()):
+        if bool(found.atom.isinf().any()):
             unknown = sorted(set(graph.numbers.tolist()) - set(training.curvatures))
             raise ValueError(
                 f"the training set holds no {', '.join(chemical_symbols[number] for number in unknown)}, so the error "
@@ -43,6 +42,7 @@ class NoveltyWidths(Gaussian):
                 if unknown
                 else "an atom has no neighbours, so its error bar is unknown; use `predict` for the prediction alone"
             )
+        atoms, systems = (x.to(node.device) ** training.exponent for x in (found.atom, found.structure))
         units = {"energy": torch.bincount(node, minlength=graph.systems) * systems, "forces": atoms[:, None]}
         if "stress" in outputs:
             units["stress"] = systems[:, None].expand_as(outputs["stress"])

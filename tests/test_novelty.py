@@ -1,0 +1,204 @@
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from ase import Atoms
+
+import pmlip
+from molecules import molecules
+from pmlip import methods, novelty
+from pmlip.structures.atoms import StructureError
+from tiny import tiny_backbone
+
+BACKBONE = tiny_backbone()
+
+
+def fitted(*, train=100, valid=40, kind="gradients", backbone=BACKBONE):
+    made = methods.make("deterministic", backbone)
+    data = molecules(train + valid)
+    made.fit_novelty(data[:train], valid=data[train:], kinds=[kind])
+    return made
+
+
+@pytest.mark.parametrize("kind", novelty.KINDS)
+class TestBothKinds:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def models(cls):
+        return {kind: fitted(kind=kind) for kind in novelty.KINDS}
+
+    @pytest.fixture
+    def made(self, models, kind):
+        return models[kind]
+
+    def test_most_structures_like_those_of_training_are_below_one(self, made, kind):
+        found = made.novelty(molecules(60, seed=1))
+        assert 0.8 < float((found.structure < 1).double().mean()) < 1
+        assert 0.85 < float((found.atom < 1).double().mean()) < 1
+
+    def test_other_structures_are_far_above_one(self, made, kind):
+        for factor in (0.4, 0.3):
+            squeezed = [Atoms(atoms.numbers, factor * atoms.positions) for atoms in molecules(10, seed=1)]
+            assert float(made.novelty(squeezed).structure.min()) > 1.5
+
+    def test_the_prediction_comes_along(self, made, kind):
+        data = molecules(5)
+        found, expected = made.novelty(data), made.predict(data)
+        torch.testing.assert_close(found.predicted.forces, expected.forces)
+        torch.testing.assert_close(found.predicted.energy, expected.energy)
+        assert found.atom.shape == found.sigma.shape == found.system.shape
+
+    def test_a_batch_gives_what_single_structures_give(self, made, kind):
+        data = molecules(5, seed=2)
+        together = made.novelty(data)
+        for index, atoms in enumerate(data):
+            alone = made.novelty(atoms)
+            torch.testing.assert_close(alone.atom, together.atom[together.system == index])
+            torch.testing.assert_close(alone.structure, together.structure[[index]])
+
+    def test_an_unknown_element_is_infinitely_novel(self, made, kind):
+        known = molecules(1)[0]
+        other = known.copy()
+        other.symbols[2] = "N"
+        found = made.novelty([known, other])
+        assert found.structure.isinf().tolist() == [False, True]
+        for values in (found.atom, found.sigma):
+            assert values.isinf().nonzero().flatten().tolist() == [len(known) + 2]
+
+    def test_save_and_load(self, made, kind, tmp_path):
+        made.save(tmp_path / "model.pt")
+        loaded = pmlip.load(tmp_path / "model.pt", backbone=BACKBONE)
+        given, expected = (some.novelty(molecules(3, seed=3), kind=kind) for some in (loaded, made))
+        assert torch.equal(given.atom, expected.atom)
+        assert torch.equal(given.sigma, expected.sigma)
+
+
+def test_gamma_is_what_its_formula_says():
+    data, test = molecules(30), molecules(5, seed=1)
+    made = fitted(train=30, valid=0)
+    training = made.training_features["gradients"]
+
+    def features(structures):
+        return novelty.features(BACKBONE, BACKBONE.graph(structures), "gradients")[0].double()
+
+    numbers, known = (np.concatenate([atoms.numbers for atoms in some]) for some in (data, test))
+    expected = torch.zeros(len(known), dtype=torch.float64)
+    for number in (8, 14):
+        rows = features(data)[torch.from_numpy(numbers == number)]
+        h = rows.T @ rows
+        h += 1e-4 * torch.trace(h) / len(h) * torch.eye(len(h))
+        own = features(test)[torch.from_numpy(known == number)]
+        expected[torch.from_numpy(known == number)] = (own @ torch.linalg.inv(h) * own).sum(1).sqrt()
+    found = made.novelty(test)
+    torch.testing.assert_close(found.atom * training.atom_quantile, expected, rtol=0.02, atol=1e-6)
+    squares = torch.bincount(found.system, expected.square()) / torch.bincount(found.system)
+    torch.testing.assert_close(found.structure * training.structure_quantile, squares.sqrt(), rtol=0.02, atol=1e-6)
+
+
+def test_few_held_out_structures_leave_the_scale_to_the_training_set():
+    few, many = fitted(valid=5), fitted(valid=40)
+    few, many = (made.training_features["gradients"] for made in (few, many))
+    assert few.scaled_on == novelty.LEFT_OUT
+    assert many.scaled_on == "40 held-out structures"
+    assert few.structure_quantile == pytest.approx(many.structure_quantile, rel=0.5)
+
+
+def test_error_bars_follow_errors_that_grow_with_novelty():
+    training = fitted().training_features["gradients"]
+    novelties = torch.rand(4000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.1
+    random = torch.randn(4000, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    learned = training.with_error_bars(novelties, 0.2 * novelties[:, None] ** 1.3 * random)
+    torch.testing.assert_close(learned.sigma(novelties), 0.2 * novelties**1.3, rtol=0.1, atol=0)
+
+
+def test_without_labels_there_are_no_error_bars():
+    made = methods.make("deterministic", BACKBONE)
+    bare = [atoms.copy() for atoms in molecules(30)]
+    made.fit_novelty(bare[:10], valid=bare[10:], kinds=["gradients"])
+    found = made.novelty(bare[0])
+    assert bool(found.atom.isfinite().all())
+    assert bool(found.sigma.isnan().all())
+
+
+@pytest.mark.parametrize("name", [name for name in methods.available() if name != "confidence"])
+def test_every_method_has_a_novelty_trained_or_not(name):
+    """Without noise, all of them are the same potential."""
+    made, data = methods.make(name, BACKBONE), molecules(12)
+    made.fit_novelty(data[:10], valid=data[10:])
+    for kind in novelty.KINDS:
+        expected = fitted(train=10, valid=2, kind=kind).novelty(data)
+        torch.testing.assert_close(made.novelty(data, kind=kind).structure, expected.structure)
+
+
+def test_further_fine_tuning_forgets_the_features():
+    made = fitted()
+    pmlip.finetune(made, molecules(4), config=pmlip.FinetuneConfig(steps=1))
+    with pytest.raises(ValueError, match=r"no training features.*call model.fit_novelty"):
+        made.novelty(molecules(1))
+
+
+def test_a_lone_atom_is_infinitely_novel_where_all_features_come_from_neighbours():
+    training = fitted().training_features["gradients"]
+    assert math.isinf(float(training.lengths(torch.zeros(1, 32), torch.tensor([8]))[0]))
+
+
+@pytest.mark.parametrize(
+    ("train", "kind", "message"),
+    [
+        (0, None, "a training set of at least 2, got 0"),
+        (1, None, "a training set of at least 2, got 1"),
+        (4, "latents", r"kind must be one of gradients, latent, got kind='latents'; did you mean 'latent'\?"),
+    ],
+)
+def test_bad_input_is_refused(train, kind, message):
+    with pytest.raises(ValueError, match=message):
+        novelty.fit(BACKBONE, molecules(4)[:train], kind=kind)
+
+
+def test_features_of_other_layers_are_refused():
+    model = pmlip.perturb(BACKBONE, sites=["message.0"])
+    model.training_features = fitted().training_features
+    with pytest.raises(ValueError, match=r"come from the layers message.0.0, .* but this model has message.0.0; fit"):
+        model.novelty(molecules(1))
+
+
+def test_gradients_that_are_no_number_are_refused():
+    broken = copy.deepcopy(BACKBONE)
+    with torch.no_grad():
+        broken.module.energy.weight[:] = torch.nan
+    with pytest.raises(StructureError, match=r"structure 0 .* novelty is NaN; check for overlapping atoms"):
+        novelty.fit(broken, molecules(4), kind="gradients")
+    made = fitted()
+    with torch.no_grad():
+        made.backbone.module.energy.weight[:] = torch.nan
+    with pytest.raises(StructureError, match="is NaN or infinite"):
+        made.novelty(molecules(2))
+
+
+def test_progress_counts_structures():
+    seen = []
+    data = molecules(12)
+    novelty.fit(BACKBONE, data[:10], valid=data[10:], progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (22, 22)  # ten are also left out one by one
+    assert seen == sorted(seen)
+
+
+def test_every_element_of_held_out_structures_may_be_new():
+    data = molecules(30)
+    other = [Atoms("N3", atoms.positions[:3]) for atoms in data]
+    with pytest.raises(ValueError, match="each of them has an element that the training set lacks"):
+        novelty.fit(BACKBONE, data, valid=other)
+
+
+def test_error_bars_in_one_pass_need_known_elements():
+    data = molecules(30)
+    made = methods.make("novelty", BACKBONE)
+    made.fit_widths(data[20:], train=data[:20])
+    assert float(made.sample(data, samples=8).spread.forces.min()) > 0
+    other = data[0].copy()
+    other.symbols[0] = "N"
+    with pytest.raises(ValueError, match=r"the training set holds no N, so the error bars .* use `predict`"):
+        made.sample(other)
+    assert bool(made.predict(other).forces.isfinite().all())
