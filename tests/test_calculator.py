@@ -14,7 +14,7 @@ from ase.optimize import BFGS, FIRE
 
 import pmlip
 from conftest import randomise_noise
-from molecules import WATER, calibration
+from molecules import WATER, calibration, molecules
 from pmlip import methods
 from pmlip.calculator import PMLIPCalculator, Recorder
 from pmlip.structures.annotations import SPREADS_PER_ATOM, SPREADS_PER_STRUCTURE
@@ -254,3 +254,73 @@ def test_a_nudged_elastic_band(model):
     FIRE(band, logfile=None).run(fmax=0.01, steps=3)
     assert np.isfinite(before).all()
     assert not np.allclose(before, band.get_forces())
+
+
+def with_novelty(name="deterministic"):
+    """A model that knows its training set, and a structure unlike all of it."""
+    data = molecules(60)
+    made = methods.make(name, tiny_backbone())
+    made.fit_novelty(data[:30], valid=data[30:])
+    squeezed = data[0].copy()
+    squeezed.positions *= 0.3
+    return made, data[0].copy(), squeezed
+
+
+def test_without_samples_one_pass_gives_forces_error_bars_and_novelty(monkeypatch):
+    made, known, _ = with_novelty()
+    passes = []
+    monkeypatch.setattr(type(made.backbone), "forward", counted(type(made.backbone).forward, passes))
+    known.calc = PMLIPCalculator(made, samples=0)
+    forces = known.get_forces()
+    assert len(passes) == 1
+    found = made.novelty(known)
+    np.testing.assert_allclose(forces, made.predict(known).forces)
+    assert known.calc.results["novelty"] == pytest.approx(float(found.structure[0]))
+    np.testing.assert_allclose(known.calc.results["atom_novelty"], found.atom)
+    np.testing.assert_allclose(known.calc.results["forces_uncertainty"][:, 1], found.sigma)
+    assert known.calc.members() == []
+
+
+def counted(forward, passes):
+    def run(self, graph):
+        passes.append(graph)
+        return forward(self, graph)
+
+    return run
+
+
+def test_a_structure_outside_the_training_set_is_said_once():
+    made, known, squeezed = with_novelty()
+    calculator = PMLIPCalculator(made, samples=0)
+    known.calc = squeezed.calc = calculator
+    known.get_forces()  # without a warning
+    with pytest.warns(UserWarning, match=r"lies outside the training set: its novelty is .* most unusual atom is \d"):
+        squeezed.get_forces()
+    squeezed.rattle(0.001)
+    squeezed.get_forces()  # warnings are errors here
+    other = known.copy()
+    other.symbols[1] = "N"
+    other.calc = PMLIPCalculator(made, samples=0)
+    with pytest.warns(UserWarning, match=r"atom 1 \(N\) has an element that the training set lacks"):
+        other.get_forces()
+    assert np.isinf(other.calc.results["novelty"])
+
+
+def test_samples_come_with_novelty_where_the_training_set_is_known(tmp_path):
+    made, known, _ = with_novelty("ensemble")
+    with torch.no_grad():
+        made.parts()[1].backbone.module.force.weight.mul_(1.1)
+    known.calc = PMLIPCalculator(made)
+    known.get_forces()
+    assert 0 < known.calc.results["novelty"] < 1.5
+    Recorder(known, tmp_path / "md.extxyz")()
+    stored = read(tmp_path / "md.extxyz")
+    assert stored.info["novelty"] == pytest.approx(known.calc.results["novelty"])
+    np.testing.assert_allclose(stored.arrays["atom_novelty"], known.calc.results["atom_novelty"], rtol=1e-6)
+
+
+def test_one_pass_needs_a_model_that_knows_its_training_set(model):
+    with pytest.raises(ValueError, match=r"no training features, .* call model.fit_novelty .* or run pmlip novelty"):
+        PMLIPCalculator(model, samples=0)
+    with pytest.raises(ValueError, match="ensembles=True needs samples, got samples=0"):
+        PMLIPCalculator(model, samples=0, ensembles=True)

@@ -6,7 +6,7 @@ from ase.io import read, write
 
 import pmlip
 from conftest import randomise_noise
-from molecules import calibration
+from molecules import calibration, molecules
 from pmlip import methods, prediction
 from pmlip.prediction import count_structures, predict_file
 from tiny import tiny_backbone
@@ -195,3 +195,21 @@ def test_counting(tmp_path):
     assert count_structures(tmp_path / "in.extxyz") == 3
     assert count_structures(tmp_path / "in.npz") == 4
     assert count_structures(tmp_path / "in.traj") is None
+
+
+@pytest.mark.parametrize("samples", [0, 3])
+def test_a_model_that_knows_its_training_set_predicts_its_novelty(samples, tmp_path):
+    data = molecules(40)
+    made = randomise_noise(pmlip.perturb(tiny_backbone()))
+    made.fit_novelty(data[:20], valid=data[20:])
+    write(tmp_path / "in.extxyz", data[:3])
+    predict_file(made, tmp_path / "in.extxyz", tmp_path / "out.extxyz", samples=samples)
+    found = made.novelty(data[:3])
+    for index, atoms in enumerate(read(tmp_path / "out.extxyz", ":")):
+        assert atoms.info["novelty"] == pytest.approx(float(found.structure[index]), rel=1e-6)
+        np.testing.assert_allclose(atoms.arrays["atom_novelty"], found.atom[found.system == index], rtol=1e-6)
+        if samples == 0:
+            np.testing.assert_allclose(atoms.get_forces(), made.predict(data[index]).forces, atol=1e-7)
+            np.testing.assert_allclose(
+                atoms.arrays["forces_uncertainty"][:, 0], found.sigma[found.system == index], rtol=1e-6
+            )

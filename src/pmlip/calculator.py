@@ -4,6 +4,7 @@ atoms.calc = PMLIPCalculator(model, samples=16)
 atoms.get_forces(); atoms.calc.results["forces_uncertainty"]
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from ase.outputs import Properties, all_outputs
 from pmlip.loading import load
 from pmlip.methods.base import Method
 from pmlip.metrics import predictive_sigma
+from pmlip.novelty import Novelty
 from pmlip.samples import Samples
 from pmlip.structures.annotations import SPREADS_PER_ATOM, SPREADS_PER_STRUCTURE, annotated
 from pmlip.structures.atoms import electrons
@@ -41,6 +43,15 @@ class PMLIPCalculator(Calculator):
                               in the calibration. Needs a calibrated model, point="mean", and at least as many samples
                               as the calibration used.
 
+    If the model knows its training set (`pmlip finetune` stores its features), `results` also holds
+
+        novelty               of the structure, compared with the training set; 1 is the 95 % quantile of held-out
+                              structures
+        atom_novelty          (atom,), 1 is the 95 % quantile of held-out atoms
+
+    and the calculator warns once when a structure lies outside the training set. With samples=0, one pass gives the
+    prediction without noise, novelty, and error bars of the forces from novelty.
+
     and the variances energy_var and stress_var, named as in MACE. ensembles=True adds energy_ensemble (K,),
     forces_ensemble (K, atom, 3), stress_ensemble (K, 6), and forces_comm, a second name of forces_ensemble.
 
@@ -55,6 +66,7 @@ class PMLIPCalculator(Calculator):
         *("energy", "free_energy", "forces", "stress"),
         *("energy_uncertainty", "forces_uncertainty", "stress_uncertainty"),
         *("atom_uncertainty", "max_atom_uncertainty", "forces_interval", "energy_var", "stress_var"),
+        *("novelty", "atom_novelty"),
     ]
 
     def __init__(
@@ -76,8 +88,13 @@ class PMLIPCalculator(Calculator):
         )
         if point not in POINTS:
             raise ValueError(f"point must be one of {', '.join(POINTS)}, got {point!r}")
-        self.samples = self.model.spread_samples(samples)
+        if samples == 0 and ensembles:
+            raise ValueError("ensembles=True needs samples, got samples=0")
+        if samples == 0:
+            self.model.require_training_features()
+        self.samples = self.model.spread_samples(samples) if samples else 0
         self.seed, self.point, self.ensembles = seed, point, ensembles
+        self._warned = False
 
     def calculate(
         self,
@@ -86,6 +103,18 @@ class PMLIPCalculator(Calculator):
         system_changes: Sequence[str] = all_changes,
     ) -> None:
         super().calculate(atoms, properties, system_changes)
+        found = self.model.novelty(self.atoms) if self.model.training_features else None
+        if found is not None and bool(found.outside[0]) and not self._warned:
+            self._warned = True  # once per run
+            warnings.warn(
+                f"{self.atoms.get_chemical_formula()} lies outside the training set: {found.explain(0, self.atoms)}",
+                stacklevel=2,
+            )
+        if not self.samples:
+            assert found is not None
+            self.results = one_pass(found)[0]
+            self.results["free_energy"] = self.results["energy"]
+            return
         if self.point == "mean":
             drawn, chosen = self.model.sample_with_mean(self.atoms, samples=self.samples, seed=self.seed)
             calibration = self.model.calibration
@@ -95,6 +124,8 @@ class PMLIPCalculator(Calculator):
             drawn = self.model.sample(self.atoms, samples=self.samples, seed=self.seed)
             chosen = self.model.predict(self.atoms)
         self.results = uncertainties(drawn, conformal=conformal)[0]
+        if found is not None:
+            self.results |= novelty_of(found)[0]
         self.results |= {
             "energy": float(chosen.energy[0]),
             "free_energy": float(chosen.energy[0]),
@@ -157,6 +188,34 @@ def uncertainties(drawn: Samples, *, conformal: float | None = None) -> list[dic
             own["forces_interval"] = conformal * predictive_sigma(forces, drawn.count)
         found.append(own)
     return found
+
+
+def novelty_of(found: Novelty) -> list[dict[str, Any]]:
+    """The novelty of each structure and of its atoms, by name."""
+    return [
+        {"novelty": float(novelty), "atom_novelty": found.atom[found.system == index].numpy()}
+        for index, novelty in enumerate(found.structure)
+    ]
+
+
+def one_pass(found: Novelty) -> list[dict[str, Any]]:
+    """The prediction without noise of each structure, with its novelty and the error bars of its forces."""
+    results = []
+    for index, own in enumerate(novelty_of(found)):
+        mine = found.system == index
+        own |= {
+            "energy": float(found.predicted.energy[index]),
+            "forces": found.predicted.forces[mine].double().numpy(),
+        }
+        if "stress" in found.predicted and bool(found.predicted.stress[index].isfinite().all()):
+            own["stress"] = found.predicted.stress[index].double().numpy()
+        sigma = found.sigma[mine].numpy()
+        if not np.isnan(sigma).any():  # they were fitted
+            own["forces_uncertainty"] = np.repeat(sigma[:, None], 3, axis=1)
+            own["atom_uncertainty"] = np.sqrt(3) * sigma
+            own["max_atom_uncertainty"] = float(own["atom_uncertainty"].max())
+        results.append(own)
+    return results
 
 
 class Recorder:

@@ -18,6 +18,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from ase import Atoms
+from ase.data import chemical_symbols
 from torch import Tensor, nn
 
 from pmlip.backbones.base import Backbone, Graph, Readout, evaluating
@@ -30,11 +31,13 @@ from pmlip.spread_fit import best_power
 from pmlip.structures.atoms import Progress, StructureError, as_structures, subsample, system_index
 from pmlip.structures.labels import labels
 
-KINDS = ("gradients", "latent")
+NAMES = {"gradients": "site gradients", "latent": "latent features"}
+KINDS = tuple(NAMES)
 QUANTILE = 0.95
+OUTSIDE = 1.5  # from here on, a structure lies outside the training set; held-out structures rarely reach it
 FEWEST_HELD_OUT = 20  # structures for the quantile
 MOST_LEFT_OUT = 200  # training structures to compare with all others, if too few structures are held out
-LEFT_OUT = "training structures, each compared with all others"
+LEFT_OUT = "training structures, each left out once"
 ATOMS_IN_A_PASS = 128
 
 
@@ -44,6 +47,7 @@ class Novelty:
 
     atom: Tensor  # (atom,)
     structure: Tensor  # (system,)
+    outside: Tensor  # (system,) whether the structure, or one of its atoms, is far above what was held out
     sigma: Tensor  # (atom,) eV/Å, standard deviation of the error of each force component; NaN if it was not fitted
     predicted: Outputs  # the prediction without noise, from the same pass
 
@@ -51,6 +55,20 @@ class Novelty:
     def system(self) -> Tensor:
         """Index of the structure that each atom belongs to, (atom,)."""
         return self.predicted.system
+
+    def explain(self, index: int, atoms: Atoms) -> str:
+        """One sentence about the novelty of structure `index`, which is `atoms`."""
+        own = self.atom[self.system == index]
+        most = int(own.argmax())
+        if bool(own.isinf().any()):
+            return (
+                f"atom {most} ({atoms[most].symbol}) has an element that the training set lacks, or no neighbours: its "
+                "error bar is unknown"
+            )
+        return (
+            f"its novelty is {float(self.structure[index]):.1f}, where 95 % of held-out structures are below 1; the "
+            f"most unusual atom is {most} ({atoms[most].symbol}) with {float(own[most]):.1f}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +81,7 @@ class TrainingFeatures:
     structures: int  # number of training structures
     atom_quantile: float = 1.0
     structure_quantile: float = 1.0
+    largest_quantile: float = 1.0  # of the largest gamma in each structure
     scaled_on: str = "nothing"  # the structures that the quantiles come from
     log_width: float = float("nan")  # a and b of sigma = exp(a) novelty^b, in eV/Å
     exponent: float = float("nan")
@@ -85,7 +104,9 @@ class TrainingFeatures:
     def novelty(self, lengths: Tensor, predicted: Outputs) -> Novelty:
         atom = lengths / self.atom_quantile
         structure = _root_mean_square(lengths, predicted.system) / self.structure_quantile
-        return Novelty(atom, structure, self.sigma(atom), predicted)
+        largest = _largest(lengths, predicted.system) / self.largest_quantile
+        outside = (structure > OUTSIDE) | (largest > OUTSIDE)
+        return Novelty(atom, structure, outside, self.sigma(atom), predicted)
 
     def sigma(self, novelty: Tensor) -> Tensor:
         """Standard deviation of the error of each force component of atoms with this novelty, in eV/Å."""
@@ -93,15 +114,15 @@ class TrainingFeatures:
 
     def scaled(self, lengths: Tensor, structures: Sequence[Atoms], *, name: str) -> Self:
         """The same features, with 1 as the 95 % quantile of these structures, whose atoms have these lengths."""
-        finite = lengths[lengths.isfinite()]
-        per_structure = _root_mean_square(lengths, system_index(structures))
-        per_structure = per_structure[per_structure.isfinite()]
-        if not len(per_structure):
+        system = system_index(structures)
+        measures = [lengths, _root_mean_square(lengths, system), _largest(lengths, system)]
+        known = [values[values.isfinite()] for values in measures]
+        if not len(known[1]):
             raise ValueError(
                 f"novelty cannot be scaled on {name}: each of them has an element that the training set lacks"
             )
-        quantiles = [float(values.quantile(QUANTILE)) for values in (finite, per_structure)]
-        return replace(self, atom_quantile=quantiles[0], structure_quantile=quantiles[1], scaled_on=name)
+        atom, structure, largest = (float(values.quantile(QUANTILE)) for values in known)
+        return replace(self, atom_quantile=atom, structure_quantile=structure, largest_quantile=largest, scaled_on=name)
 
     def with_error_bars(self, atom_novelty: Tensor, force_errors: Tensor) -> Self:
         """The same features, with error bars fitted to force errors (atom, 3); without labels, they stay as before."""
@@ -121,6 +142,17 @@ class TrainingFeatures:
     def from_record(cls, record: Mapping[str, Any]) -> Self:
         curvatures = {number: Curvature(**one) for number, one in record["curvatures"].items()}
         return cls(**{**record, "curvatures": curvatures})
+
+    def describe(self) -> str:
+        """One sentence about the training set, the scale and the error bars."""
+        elements = ", ".join(chemical_symbols[number] for number in self.curvatures)
+        bars = ""
+        if np.isfinite(self.log_width):
+            bars = f"; at novelty 1, the force error bar is {1e3 * np.exp(self.log_width):.0f} meV/Å"
+        return (
+            f"novelty by {NAMES[self.kind]}: 1 is the 95 % quantile of {self.scaled_on}, compared with "
+            f"{self.structures} training structures ({elements}){bars}"
+        )
 
     def check(self, backbone: Backbone) -> None:
         """Raise ValueError if the features come from other layers than those of this backbone."""
@@ -218,26 +250,10 @@ def fit(
     if len(train) < 2:
         raise ValueError(f"novelty compares structures with a training set of at least 2, got {len(train)}")
     left_out = [] if len(valid) >= FEWEST_HELD_OUT else subsample(train, MOST_LEFT_OUT)
-    total, done = len(train) + len(left_out) + len(valid), 0
-
-    def passes(structures: list[Atoms], most_atoms: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Features, atomic numbers and predicted forces of each batch, on the CPU."""
-        nonlocal done
-        for start, batch in _batches(structures, most_atoms):
-            try:
-                graph = backbone.graph(batch)
-                found, outputs = features(backbone, graph, kind)
-                refuse_nan(found.cpu(), batch)
-            except StructureError as error:
-                raise error.after(start) from None
-            yield found.cpu(), graph.numbers.cpu(), outputs["forces"].cpu()
-            done += len(batch)
-            if progress:
-                progress(done, total)
-
+    passes = _Passes(backbone, kind, len(train) + len(left_out) + len(valid), progress)
     sums: dict[int, CurvatureSum] = {}
     with evaluating(backbone):
-        for found, numbers, _ in passes(train, ATOMS_IN_A_PASS):
+        for found, numbers, _ in passes.over(train):
             for number in numbers.unique().tolist():
                 own = sums.setdefault(number, CurvatureSum(found.shape[1], centred=kind == "latent"))
                 own.add(found[numbers == number])
@@ -248,18 +264,55 @@ def fit(
             structures=len(train),
         )
         if left_out:
-            alone = [fitted.lengths_left_out(found, numbers) for found, numbers, _ in passes(left_out, 1)]
+            alone = [fitted.lengths_left_out(found, numbers) for found, numbers, _ in passes.over(left_out, one=True)]
             fitted = fitted.scaled(torch.cat(alone), left_out, name=LEFT_OUT)
-        if not valid:
-            return fitted
-        gammas, predicted = [], []
-        for found, numbers, forces in passes(valid, ATOMS_IN_A_PASS):
-            gammas.append(fitted.lengths(found, numbers))
-            predicted.append(forces)
-    gamma = torch.cat(gammas)
-    if not left_out:
-        fitted = fitted.scaled(gamma, valid, name=f"{len(valid)} held-out structures")
-    return fitted.with_error_bars(gamma / fitted.atom_quantile, torch.cat(predicted).double() - labels(valid).forces)
+        return _on_held_out(fitted, valid, passes) if valid else fitted
+
+
+def rescale(
+    backbone: Backbone, training: TrainingFeatures, valid: Sequence[Atoms], *, progress: Progress | None = None
+) -> TrainingFeatures:
+    """The same curvatures with the scale and the error bars from other held-out structures.
+
+    With fewer than 20 structures, only the error bars change.
+    """
+    listed = as_structures(valid)
+    with evaluating(backbone):
+        return _on_held_out(training, listed, _Passes(backbone, training.kind, len(listed), progress))
+
+
+def _on_held_out(training: TrainingFeatures, valid: list[Atoms], passes: "_Passes") -> TrainingFeatures:
+    lengths, predicted = [], []
+    for found, numbers, forces in passes.over(valid):
+        lengths.append(training.lengths(found, numbers))
+        predicted.append(forces)
+    gamma = torch.cat(lengths)
+    if len(valid) >= FEWEST_HELD_OUT:
+        training = training.scaled(gamma, valid, name=f"{len(valid)} held-out structures")
+    errors = torch.cat(predicted).double() - labels(valid).forces
+    return training.with_error_bars(gamma / training.atom_quantile, errors)
+
+
+class _Passes:
+    """Passes of a backbone over structures, and how many of them are done."""
+
+    def __init__(self, backbone: Backbone, kind: str, total: int, progress: Progress | None) -> None:
+        self._backbone, self._kind, self._total, self._progress = backbone, kind, total, progress
+        self._done = 0
+
+    def over(self, structures: list[Atoms], *, one: bool = False) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Features, atomic numbers and predicted forces, on the CPU; one: of one structure after the other."""
+        for start, batch in _batches(structures, 1 if one else ATOMS_IN_A_PASS):
+            try:
+                graph = self._backbone.graph(batch)
+                found, outputs = features(self._backbone, graph, self._kind)
+                refuse_nan(found.cpu(), batch)
+            except StructureError as error:
+                raise error.after(start) from None
+            yield found.cpu(), graph.numbers.cpu(), outputs["forces"].cpu()
+            self._done += len(batch)
+            if self._progress:
+                self._progress(self._done, self._total)
 
 
 def refuse_nan(rows: Tensor, structures: Sequence[Atoms]) -> None:
@@ -284,6 +337,11 @@ def _batches(structures: list[Atoms], most_atoms: int) -> Iterator[tuple[int, li
             stop += 1
         yield start, structures[start:stop]
         start = stop
+
+
+def _largest(values: Tensor, system: Tensor) -> Tensor:
+    """Largest value of the atoms of each structure, (system,)."""
+    return values.new_zeros(int(system[-1]) + 1).scatter_reduce(0, system, values, "amax")
 
 
 def _root_mean_square(values: Tensor, system: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from ase.io import read, write
 from ase.outputs import all_outputs
 
 from pmlip.atomic_files import write_json
-from pmlip.calculator import uncertainties
+from pmlip.calculator import novelty_of, one_pass, uncertainties
 from pmlip.methods.base import Method
 from pmlip.structures.annotations import annotated, has_uncertainties, without_uncertainties
 from pmlip.structures.atoms import StructureError, as_structures
@@ -34,13 +34,18 @@ def predict_file(
 ) -> int:
     """Write every structure of `source` with its predictions to the extxyz file `out`; returns their number.
 
-    Predictions are the mean over all noise and the uncertainties. Labels in `source` are kept as REF_energy, REF_forces
-    and so on. Unfinished work is in a file named `out` + ".partial": a call with the same model (`identity`), source
-    and settings resumes it. progress(done, total) counts structures; total is None if it is unknown.
+    Predictions are the mean over all noise, the uncertainties, and the novelty if the model knows its training set.
+    samples=0: one pass, with the prediction without noise and error bars from novelty. Labels in `source` are kept as
+    REF_energy, REF_forces and so on.
+
+    Unfinished work is in a file named `out` + ".partial": a call with the same model (`identity`), source and settings
+    resumes it. progress(done, total) counts structures; total is None if it is unknown.
     """
     source, out = Path(source), Path(out)
     check_file(source)
-    count = model.spread_samples(samples)
+    if samples == 0:
+        model.require_training_features()
+    count = model.spread_samples(samples) if samples else 0
     if out.suffix not in (".extxyz", ".xyz"):
         raise ValueError(f"predictions are written as extxyz, so out must end in .extxyz or .xyz, got out={out.name!r}")
     if out.exists():
@@ -55,15 +60,11 @@ def predict_file(
     conformal = model.calibration.conformal_for(count) if model.calibration else None
     while batch := list(itertools.islice(structures, BATCH)):
         try:
-            drawn, mean = model.sample_with_mean(as_structures(batch), samples=count, seed=seed)
+            found = _predict(model, as_structures(batch), count, seed, conformal)
         except StructureError as error:
             raise ValueError(f"{source}: {error.after(done)}") from error
-        found = uncertainties(drawn, conformal=conformal)
         with partial.open("a") as file:
-            for index, (atoms, own) in enumerate(zip(batch, found, strict=True)):
-                own |= {"energy": float(mean.energy[index]), "forces": mean.forces[drawn.system == index].numpy()}
-                if "stress_uncertainty" in own:
-                    own["stress"] = mean.stress[index].double().numpy()
+            for atoms, own in zip(batch, found, strict=True):
                 write(file, annotated(_with_references(atoms), own), format="extxyz")
             file.flush()
             os.fsync(file.fileno())
@@ -75,6 +76,24 @@ def predict_file(
     partial.replace(out)
     notes.unlink()
     return done
+
+
+def _predict(
+    model: Method, structures: list[Atoms], samples: int, seed: int, conformal: float | None
+) -> list[dict[str, Any]]:
+    """Predictions and uncertainties of each structure, by name."""
+    novelty = model.novelty(structures) if model.training_features else None
+    if not samples:
+        assert novelty is not None
+        return one_pass(novelty)
+    drawn, mean = model.sample_with_mean(structures, samples=samples, seed=seed)
+    found = uncertainties(drawn, conformal=conformal)
+    for index, own in enumerate(found):
+        own |= {"energy": float(mean.energy[index]), "forces": mean.forces[drawn.system == index].numpy()}
+        if "stress_uncertainty" in own:
+            own["stress"] = mean.stress[index].double().numpy()
+        own |= novelty_of(novelty)[index] if novelty is not None else {}
+    return found
 
 
 def _resume(partial: Path, notes: Path, asked: dict[str, Any]) -> int:

@@ -23,28 +23,37 @@ except ImportError as error:
 class TorchSimModel(ModelInterface):
     """Predicts the mean over all noise, with energy_uncertainty (system,) and forces_uncertainty (atom, 3).
 
+    If the model knows its training set, the outputs also hold novelty (system,) and atom_novelty (atom,). With
+    samples=0, one pass gives the prediction without noise, novelty, and error bars of the forces from novelty.
+
     Every step draws the same samples from the seed. So the energy of perturbed models and ensembles is as smooth a
     function of the positions as the energy of the backbone.
     """
 
     def __init__(self, model: Method, *, samples: int = 8, seed: int = 0) -> None:
         super().__init__()
-        self.model, self.samples, self.seed = model, model.spread_samples(samples), seed
+        if samples == 0:
+            model.require_training_features()
+        self.model, self.samples, self.seed = model, model.spread_samples(samples) if samples else 0, seed
         parameter = next(model.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
         self._compute_forces = self._compute_stress = True
 
     def forward(self, state: Any, **_: Any) -> dict[str, Tensor]:
         given = state if isinstance(state, SimState) else SimState(**state)
-        drawn, mean = self.model.sample_with_mean(state_to_atoms(given), samples=self.samples, seed=self.seed)
-        spread = drawn.spread
-        outputs = {
-            "energy": mean.energy,
-            "forces": mean.forces,
-            "energy_uncertainty": spread.energy,
-            "forces_uncertainty": spread.forces,
-        }
-        if "stress" in drawn:
+        structures, outputs = state_to_atoms(given), dict[str, Tensor]()
+        if self.model.training_features:
+            found = self.model.novelty(structures)
+            outputs |= {"novelty": found.structure, "atom_novelty": found.atom}
+        if self.samples:
+            drawn, mean = self.model.sample_with_mean(structures, samples=self.samples, seed=self.seed)
+            spread = drawn.spread
+            outputs |= {"energy_uncertainty": spread.energy, "forces_uncertainty": spread.forces}
+        else:
+            mean = found.predicted
+            outputs["forces_uncertainty"] = found.sigma[:, None].expand(-1, 3)
+        outputs |= {"energy": mean.energy, "forces": mean.forces}
+        if "stress" in mean:
             outputs["stress"] = torch.stack([_full(voigt) for voigt in mean.stress])
         return {name: value.to(given.positions) for name, value in outputs.items()}
 

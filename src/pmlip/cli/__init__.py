@@ -24,6 +24,7 @@ COMMANDS = {
     "evaluate": "Score the predictions and uncertainties of a model on structures with DFT labels.",
     "predict": "Predict energy, forces and stress of structures, with uncertainties.",
     "calibrate": "Scale the spread of a model by one factor, fitted to its errors on held-out structures.",
+    "novelty": "Let a model tell how unusual a structure is, compared with its training set.",
     "fold": "Write one sample of a model as an ordinary file of the potential's own package.",
     "info": "Show the backbone, training data, settings, scores and versions of a model.",
     "bench": "Run the benchmarks; each writes result files.",

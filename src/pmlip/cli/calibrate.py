@@ -54,6 +54,8 @@ def calibrate(
 ) -> None:
     """Scale the spread of a model by one factor, fitted to its errors on held-out structures.
 
+    The scale of novelty and its error bars are fitted to the same structures.
+
     Example: pmlip calibrate p-chgnet/model.pt valid.extxyz --out p-chgnet/calibrated.pt
     """
     from pmlip.loading import load
@@ -70,6 +72,11 @@ def calibrate(
     record = calibrate_and_print(
         loaded, structures, data=data.name, samples=samples, seed=seed, level=level, console=console
     )
+    if loaded.training_features:
+        with progress_bar(console) as bar, in_file(data):
+            loaded.rescale_novelty(structures, progress=counter(bar, "novelty"))
+        for training in loaded.training_features.values():
+            console.print(training.describe())
     loaded.save(out)
     console.print(f"the calibrated model was written to {out}")
     print_json(record, as_json)

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from pmlip.cli.calibrate import calibrate_and_print
 from pmlip.cli.checks import chosen, chosen_device, name_of_structure
+from pmlip.cli.novelty import fit_and_print
 from pmlip.cli.options import (
     AsJson,
     Device,
@@ -185,6 +186,9 @@ def finetune(
         data = valid.name if valid else f"structures held out from {train.name}"
         trained.save(out / "model.pt")  # so that an error in the calibration does not lose the run
         _calibrate(trained, held_out, data, console)
+    trained.save(out / "model.pt")
+    with _in_files(files):
+        fit_and_print(trained, structures, held_out, console=console)
     trained.save(out / "model.pt")
     summary = {"backbone": backbone, "method": method, "options": dict(options)}
     summary |= as_record(trained.history, trained.calibration)

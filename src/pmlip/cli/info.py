@@ -29,6 +29,7 @@ def info(model: Model, as_json: AsJson = False) -> None:
         "noise": {"dimension": settings["noise_dim"], "sites": len(settings["sites"])} if "sites" in settings else {},
         "options": settings.get("options", {}),
         **made,
+        "novelty": {kind: one.describe() for kind, one in content.training_features.items()},
         "versions": dict(content.versions),
     }
     table = Table(title=str(model), show_header=False)

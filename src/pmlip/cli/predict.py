@@ -17,7 +17,12 @@ def predict(
     data: Annotated[Path, typer.Argument(help="Structures: extxyz, ase.db, npz or any other format ASE reads.")],
     *,
     samples: Annotated[
-        int, typer.Option(min=2, help="Samples K per structure; more give a more precise spread and cost more time.")
+        int,
+        typer.Option(
+            min=0,
+            help="Samples K per structure; more give a more precise spread and cost more time. 0: one pass, with error "
+            "bars from novelty.",
+        ),
     ] = 16,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
     settings_file: SettingsFile = None,
@@ -51,5 +56,5 @@ def predict(
             loaded, data, out, samples=samples, seed=seed, identity=identity, progress=counter(bar, data.name)
         )
     console.print(f"{count} structures with predictions and uncertainties were written to {out}")
-    used = loaded.fixed_samples or samples
+    used = samples and (loaded.fixed_samples or samples)
     print_json({"structures": count, "out": str(out), "samples": used, "seed": seed}, as_json)

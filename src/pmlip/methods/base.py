@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pmlip import checkpoint
 from pmlip.backbones.base import Backbone, Graph
 from pmlip.methods import _sampling
-from pmlip.novelty import KINDS, Novelty, TrainingFeatures, default_kind, fit
+from pmlip.novelty import KINDS, Novelty, TrainingFeatures, default_kind, fit, rescale
 from pmlip.provenance import Calibration, History
 from pmlip.samples import UNTRAINED, Outputs, Samples
 from pmlip.structures.atoms import Progress, as_structures, system_index
@@ -169,6 +169,13 @@ class Method(nn.Module, ABC):
         fitted = {kind: fit(self.backbone, train, valid=valid, kind=kind, progress=progress) for kind in kinds}
         self.training_features = {**self.training_features, **fitted}
 
+    def rescale_novelty(self, valid: Sequence[Atoms], *, progress: Progress | None = None) -> None:
+        """Fit the scale of novelty and its error bars to other held-out structures; see `pmlip.novelty.rescale`."""
+        self.training_features = {
+            kind: rescale(self.backbone, training, valid, progress=progress)
+            for kind, training in self.training_features.items()
+        }
+
     def novelty(
         self,
         structures: Atoms | Iterable[Atoms],
@@ -185,12 +192,16 @@ class Method(nn.Module, ABC):
         training = self._training_features(kind)
         return _sampling.measure(self.backbone, listed, training, chunk_atoms=chunk_atoms, progress=progress)
 
-    def _training_features(self, kind: str | None) -> TrainingFeatures:
+    def require_training_features(self) -> None:
+        """Raise ValueError if novelty cannot be measured."""
         if not self.training_features:
             raise ValueError(
                 "this model has no training features, so novelty cannot be measured; call model.fit_novelty with the "
-                "structures it was trained on"
+                "structures it was trained on, or run pmlip novelty"
             )
+
+    def _training_features(self, kind: str | None) -> TrainingFeatures:
+        self.require_training_features()
         usual = default_kind(self.backbone)
         chosen = kind or (usual if usual in self.training_features else next(iter(self.training_features)))
         if chosen not in self.training_features:

@@ -8,8 +8,8 @@ from ase.calculators.calculator import all_properties
 from ase.calculators.singlepoint import SinglePointCalculator
 
 # pmlip writes these names with its predictions. On a structure that has one, "energy" may be a prediction, not a label.
-SPREADS_PER_ATOM = ("forces_uncertainty", "atom_uncertainty", "forces_interval")
-SPREADS_PER_STRUCTURE = ("energy_uncertainty", "max_atom_uncertainty", "stress_uncertainty")
+SPREADS_PER_ATOM = ("forces_uncertainty", "atom_uncertainty", "forces_interval", "atom_novelty")
+SPREADS_PER_STRUCTURE = ("energy_uncertainty", "max_atom_uncertainty", "stress_uncertainty", "novelty")
 
 
 def has_uncertainties(atoms: Atoms) -> bool:
