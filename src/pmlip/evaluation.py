@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pmlip import score_table
 from pmlip.methods.base import Method
+from pmlip.novelty import Novelty
 from pmlip.samples import Outputs, Samples
 from pmlip.score_columns import Columns
 from pmlip.scores import fair_crps_of_scaled
@@ -31,6 +32,7 @@ class Evaluation:
     seconds: float = 0.0  # time to draw the samples
     listed: Sequence[Atoms] = ()  # the structures
     crps: Mapping[str, Tensor] | None = None  # CRPS per entry; None: the fair CRPS of the samples
+    novelty: Novelty | None = None  # None: the model does not know its training set
 
     def __repr__(self) -> str:
         return f"Evaluation(samples={self.samples}, structures={self.structures}, scores={self.scores})"
@@ -46,7 +48,8 @@ class Evaluation:
     @cached_property
     def columns(self) -> dict[str, Columns]:
         """Output -> the per-row arrays behind its scores."""
-        given = {"expected": self.expected, "point": self.point, "target": self.target}
+        given: dict[str, Any] = {"expected": self.expected, "point": self.point, "target": self.target}
+        given["novelty"] = self.novelty
         return {
             name: Columns(name, self.drawn, **given, crps=None if self.crps is None else self.crps[name])
             for name in LABELS
@@ -69,6 +72,17 @@ class Evaluation:
         return self.columns["forces"].structure_spread
 
     @property
+    def structure_novelty(self) -> np.ndarray:
+        """Novelty of each structure."""
+        assert self.novelty is not None
+        return self.novelty.structure.numpy()
+
+    @property
+    def outside(self) -> int | None:
+        """Number of structures outside the training set; None if the model does not know its training set."""
+        return None if self.novelty is None else int(self.novelty.outside.sum())
+
+    @property
     def force(self) -> np.ndarray:
         """Root mean square of each structure's predicted forces."""
         return self.columns["forces"].structure_force
@@ -76,7 +90,7 @@ class Evaluation:
     def subset(self, samples: int) -> "Evaluation":
         """The evaluation of the first samples only; their mean replaces the mean over all noise."""
         drawn = self.drawn.subset(samples)
-        return Evaluation(drawn, drawn.mean, self.point, self.target, self.seconds, self.listed)
+        return replace(self, drawn=drawn, expected=drawn.mean, crps=None)
 
     def scaled(self, factor: float, *, energy: float | None = None) -> "Evaluation":
         """The evaluation with the spread scaled about the sample mean; energy: a separate factor for energies."""
@@ -89,7 +103,7 @@ class Evaluation:
             for name, columns in self.columns.items()
         }
         drawn = self.drawn.scaled(factor, energy=energy)
-        return Evaluation(drawn, self.expected, self.point, self.target, self.seconds, self.listed, crps)
+        return replace(self, drawn=drawn, crps=crps)
 
 
 def evaluate(
@@ -112,14 +126,17 @@ def evaluate(
     began = time.perf_counter()
     drawn, expected = model.sample_with_mean(listed, samples=count, seed=seed, progress=progress)
     seconds = time.perf_counter() - began
-    return Evaluation(drawn, expected, model.predict(listed), target, seconds, listed)
+    novelty = model.novelty(listed) if model.training_features else None
+    return Evaluation(drawn, expected, model.predict(listed), target, seconds, listed, novelty=novelty)
 
 
 def compare(inside: Evaluation, outside: Evaluation) -> dict[str, float]:
     """Scores that compare in- and out-of-distribution structures: does the spread rise with the error?"""
+    known = inside.novelty is not None and outside.novelty is not None
     return {
         one.name: one.function(getattr(inside, one.column), getattr(outside, one.column))
         for one in score_table.COMPARISONS
+        if one.column != "structure_novelty" or known
     }
 
 
@@ -139,5 +156,6 @@ def as_record(evaluation: Evaluation) -> dict[str, Any]:
         "samples": evaluation.samples,
         "structures": evaluation.structures,
         "seconds": round(evaluation.seconds, 2),
+        **({} if evaluation.outside is None else {"outside_the_training_set": evaluation.outside}),
         **evaluation.scores,
     }

@@ -3,7 +3,7 @@
 This file alone defines which entries count:
 - an entry counts if its label and its prediction are finite;
 - an entry varies if its spread is above zero (forces: above SMALLEST_SPREAD; symmetry fixes the others);
-- rows `atoms` and `structures` exist only for forces, and only if every force has a label and the model has a spread;
+- rows `atoms` and `structures` exist only for forces, if every force has a label and the model has a spread or novelty;
 - one sample, or an untrained model, has no spread.
 """
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pmlip import metrics, scores
+from pmlip.novelty import Novelty
 from pmlip.samples import PER_ATOM, SMALLEST_SPREAD, Outputs, Samples, mean_per_system
 
 
@@ -55,8 +56,9 @@ class Columns:
         point: Outputs,
         target: Outputs,
         crps: Tensor | None = None,
+        novelty: Novelty | None = None,
     ) -> None:
-        """crps: CRPS per entry; None: the fair CRPS of the samples."""
+        """crps: CRPS per entry; None: the fair CRPS of the samples. novelty: None if it is unknown."""
         self.output = output
         self.system = drawn.system
         self.systems = drawn.systems
@@ -64,6 +66,7 @@ class Columns:
         self.has_spread = drawn.count > 1 and drawn.trained
         self._divisor: Tensor | int = target.atoms_per_system if output == "energy" else 1
         self._expected, self._point, self._crps = expected, point, crps
+        self._novelty = novelty if output == "forces" else None
         self.samples = drawn[output].double() / self._divisor  # (sample, system or atom, ...)
         self.label = target[output].double() / self._divisor
         self.mean = self.samples.mean(0)
@@ -104,6 +107,8 @@ class Columns:
         }
         if self.has_spread:
             arrays |= {"spread": self.spread, "sigma": self.sigma}
+        if self._novelty is not None and not bool(self._novelty.sigma.isnan().any()):
+            arrays["one_pass_sigma"] = self._novelty.sigma[:, None].expand(-1, 3)
         chosen = {name: array[self.present].numpy() for name, array in arrays.items()}
         return Rows(self._system_of_entries[self.present].numpy(), chosen)
 
@@ -121,8 +126,12 @@ class Columns:
         """Norms of the force error, force spread and force of each atom."""
         if not self._ranked:
             return NOTHING
-        vectors = {"error": self.mean - self.label, "spread": self.spread, "force": self.mean}
+        vectors = {"error": self.mean - self.label, "force": self.mean}
+        if self.has_spread:
+            vectors["spread"] = self.spread
         arrays = {name: torch.linalg.vector_norm(vector, dim=-1).numpy() for name, vector in vectors.items()}
+        if self._novelty is not None:
+            arrays["novelty"] = self._novelty.atom.numpy()
         return Rows(self.system.numpy(), arrays)
 
     @cached_property
@@ -135,7 +144,12 @@ class Columns:
         """Root mean square force error, spread and force of each structure, and statistics of its samples."""
         if not self._ranked:
             return NOTHING
-        arrays = {"error": self.structure_error, "spread": self.structure_spread, "force": self.structure_force}
+        arrays = {"error": self.structure_error, "force": self.structure_force}
+        if self._novelty is not None:
+            arrays["novelty"] = self._novelty.structure.numpy()
+        if not self.has_spread:
+            return Rows(np.arange(self.systems), arrays)
+        arrays["spread"] = self.structure_spread
         if self.count > 3:
             arrays["swapped_square_error"], arrays["swapped_variance"] = self._each_sample_as_truth()
         if bool(self.varying.any()):
@@ -157,7 +171,8 @@ class Columns:
 
     @cached_property
     def _ranked(self) -> bool:
-        return self.output == "forces" and self.has_spread and bool(self.present.all())
+        ranking = self.has_spread or self._novelty is not None
+        return self.output == "forces" and ranking and bool(self.present.all())
 
     @cached_property
     def _system_of_entries(self) -> Tensor:

@@ -13,6 +13,7 @@ from ase.units import GPa
 
 from pmlip import metrics
 from pmlip.score_columns import Columns, Rows
+from pmlip.scores import gaussian_crps
 from pmlip.structures import LABELS
 
 
@@ -110,6 +111,10 @@ def _spread_skill_ratio(errors: np.ndarray, sigma: np.ndarray) -> float:
 def _mean_spearman(errors: np.ndarray, spreads: np.ndarray) -> float:
     """Mean of the Spearman correlations of matching columns, for arrays (row, column)."""
     return float(np.mean([metrics.spearman(error, spread) for error, spread in zip(errors.T, spreads.T, strict=True)]))
+
+
+def _mean_gaussian_crps(errors: np.ndarray, sigma: np.ndarray) -> float:
+    return float(gaussian_crps(errors, sigma).mean()) if np.isfinite(sigma).all() else math.nan
 
 
 METRICS: tuple[Metric, ...] = (
@@ -224,6 +229,15 @@ METRICS: tuple[Metric, ...] = (
         benchmark={"forces": TableColumn("spearman_given_force", "given the force")},
     ),
     Metric(
+        name="spearman_structure_of_novelty",
+        title="novelty",
+        rows="structures",
+        columns=("error", "novelty"),
+        function=metrics.spearman,
+        min_rows=3,
+        outputs=("forces",),
+    ),
+    Metric(
         name="spearman_atom",
         title="Spearman",
         rows="atoms",
@@ -254,6 +268,35 @@ METRICS: tuple[Metric, ...] = (
         min_rows=3,
         outputs=("forces",),
         benchmark={"forces": TableColumn("spearman_atom_given_force", "given the force")},
+    ),
+    Metric(
+        name="spearman_atom_of_novelty",
+        title="novelty",
+        rows="atoms",
+        columns=("error", "novelty"),
+        function=metrics.spearman,
+        min_rows=3,
+        outputs=("forces",),
+        report=("forces",),
+    ),
+    Metric(
+        name="crps_one_pass",
+        title="CRPS of one pass",
+        rows="entries",
+        columns=("point_error", "one_pass_sigma"),
+        function=_mean_gaussian_crps,
+        unit="output",
+        outputs=("forces",),
+        report=("forces",),
+    ),
+    Metric(
+        name="ssr_one_pass",
+        title="SSR of one pass",
+        rows="entries",
+        columns=("point_error", "one_pass_sigma"),
+        function=_spread_skill_ratio,
+        outputs=("forces",),
+        report=("forces",),
     ),
     # Correlation of a perfectly calibrated model: each sample in turn is the label. It stays below 1 because errors are
     # random.
@@ -287,7 +330,7 @@ class Comparison:
     name: str  # in JSON and in the files of the benchmarks
     title: str
     short: str  # title in the tables of the benchmarks
-    column: Literal["error", "spread", "force"]  # root mean square per structure
+    column: Literal["error", "spread", "force", "structure_novelty"]  # one value per structure
     function: Callable[[np.ndarray, np.ndarray], float]  # arguments: values in and out of distribution
     digits: int = 2
 
@@ -299,6 +342,13 @@ def _ratio(inside: np.ndarray, outside: np.ndarray) -> float:
 COMPARISONS: tuple[Comparison, ...] = (
     Comparison(
         name="auroc_spread", title="AUROC of the spread", short="AUROC", column="spread", function=metrics.auroc
+    ),
+    Comparison(
+        name="auroc_novelty",
+        title="AUROC of novelty",
+        short="of novelty",
+        column="structure_novelty",
+        function=metrics.auroc,
     ),
     Comparison(
         name="auroc_force", title="AUROC of |F| alone", short="of the force", column="force", function=metrics.auroc

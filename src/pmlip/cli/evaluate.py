@@ -148,7 +148,10 @@ def evaluate(
             place = record if path is model else record.setdefault("compared", {}).setdefault(names[path], {})
             place[called[file]] = scored
     if any(result.spread.any() for result in inside.values()):
-        console.print(legend("SSR", "|F| alone", "beyond |F|", "best possible"))
+        titles = ["SSR", "|F| alone", "beyond |F|", "best possible"]
+        if any(result.novelty is not None for result in inside.values()):
+            titles += ["novelty", "one pass"]
+        console.print(legend(*titles))
     record |= environment()
     if out is not None:
         write_json(out, record)

@@ -13,6 +13,8 @@ EXPLANATIONS = {
     "Spearman": "rank correlation of spread and error",
     "|F| alone": "rank correlation of force norm and error",
     "beyond |F|": "rank correlation of spread and error at equal |F|",
+    "novelty": "rank correlation of novelty and error",
+    "one pass": "Gaussian error bars from novelty around the prediction without noise",
     "best possible": "Spearman of a perfectly calibrated model",
     "AUROC": (
         "probability that a structure of this row has a larger spread than a structure of the first row; 0.5 is chance"
@@ -42,13 +44,16 @@ def score_table_of(name: str, evaluation: Evaluation) -> Table:
             if metric.outputs == (output,) and metric.name in scores:
                 value = metric.shown(scores[metric.name], output)
                 below.setdefault(f"{output}, {metric.rows}", []).append(f"{metric.title} {value}")
-    table.caption = "\n".join(f"{kind}: {'; '.join(values)}" for kind, values in below.items()) or None
+    lines = [f"{kind}: {'; '.join(values)}" for kind, values in below.items()]
+    if evaluation.outside is not None:
+        lines.append(f"outside the training set: {evaluation.outside} of {evaluation.structures} structures")
+    table.caption = "\n".join(lines) or None
     return table
 
 
 def comparison_line(inside: str, outside: str, comparison: Mapping[str, float]) -> str:
     """The scores of `compare`, for two named sets of structures."""
-    values = [f"{one.title} {comparison[one.name]:.2f}" for one in score_table.COMPARISONS]
+    values = [f"{one.title} {comparison[one.name]:.2f}" for one in score_table.COMPARISONS if one.name in comparison]
     return f"{outside} compared with {inside}: {', '.join(values)}"
 
 
