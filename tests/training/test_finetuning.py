@@ -189,7 +189,7 @@ def test_an_interruption_within_a_step_waits_for_its_end(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"config": replace(CONFIG, seed=1)}, "belongs to a run with other settings"),
+        ({"config": replace(CONFIG, seed=1)}, r"belongs to a run with other settings \(seed = 0, now 1\)"),
         ({"train": molecules(9)}, "belongs to a run with other training data"),
         ({"model": lambda: pmlip.perturb(tiny_backbone(seed=5))}, "belongs to a run with another model"),
         ({"model": lambda: pmlip.perturb(tiny_backbone(), noise_dim=3)}, "belongs to a run with another model"),

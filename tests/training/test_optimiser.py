@@ -39,9 +39,8 @@ def test_rates_rise_and_fall_as_a_cosine_to_the_last_rate(last):
 
 def test_the_average_of_the_weights_forgets_the_initial_ones():
     optimisation, fast, _ = made()
-    take(optimisation, 0)
     expected = fast.detach().clone()
-    for number in range(1, 10):
+    for number in range(10):
         take(optimisation, number)
         share = max(0.5, 1 - (number + 1) / (number + 10))
         expected = expected.lerp(fast.detach(), share)

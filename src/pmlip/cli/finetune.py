@@ -151,7 +151,8 @@ def finetune(
         steps = config.steps_for(len(structures)) * len(trained.learner().parts())
         if not console.quiet:
             print(as_toml(given))
-            print(f"# {steps} steps of {seconds:.2f} s: about {steps * seconds / 60:.0f} minutes")
+            minutes = f"{steps} steps of {seconds:.2f} s: about {steps * seconds / 60:.0f} minutes"
+            print(f"# {minutes}; validation and the fits after training take about a quarter more")
         shown = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
         print_json({"settings": shown, "steps": steps, "seconds_per_step": seconds}, as_json and not processes.rank)
         return
@@ -165,7 +166,10 @@ def finetune(
             best = min(best, latest.get("valid", best))
             scored = f", validation {best:.3f}" if best < float("inf") else ""
             loss = f" loss {latest['loss']:.3f}" if "loss" in latest else ""
-            bar.update(task, completed=step, total=steps, description=f"fine-tuning{loss}{scored}")
+            what = f"fine-tuning{loss}{scored}"
+            if step == steps:  # this takes as long as some hundred predictions
+                what = "aligning the energies of the samples"
+            bar.update(task, completed=step, total=steps, description=what)
             write_curves(step, latest)
 
         with resumable(console), warnings.catch_warnings(), _in_files(files):

@@ -29,6 +29,7 @@ def info(model: Model, as_json: AsJson = False) -> None:
         "noise": {"dimension": settings["noise_dim"], "sites": len(settings["sites"])} if "sites" in settings else {},
         "options": settings.get("options", {}),
         **made,
+        "calibrated": content.calibration is not None,
         "novelty": {kind: one.describe() for kind, one in content.training_features.items()},
         "versions": dict(content.versions),
     }
@@ -43,6 +44,8 @@ def info(model: Model, as_json: AsJson = False) -> None:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, dict):
         return ", ".join(f"{name} {_shown(inner)}" for name, inner in value.items() if inner is not None)
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -33,6 +33,7 @@ class Optimiser:
             )
         self.model = model
         self._average = AveragedModel(model, multi_avg_fn=self._average_weights)
+        self._average.n_averaged += 1  # the initial weights count; otherwise the first step would replace them
         groups = [{"params": parameters, "lr": rate, "rate": rate} for parameters, rate in rates if parameters]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, config.second_moment), weight_decay=0.0)
 
@@ -64,7 +65,7 @@ class Optimiser:
 
     def _average_weights(self, averaged: Sequence[Tensor], current: Sequence[Tensor], steps: Tensor | int) -> None:
         """Exponential moving average; its decay is smaller at first, so that it soon forgets the initial weights."""
-        share = 1 - min(self.config.average, (int(steps) + 1) / (int(steps) + 10))
+        share = 1 - min(self.config.average, int(steps) / (int(steps) + 9))
         torch._foreach_lerp_(list(averaged), list(current), share)
 
     def _schedule(self, number: int) -> float:

@@ -57,15 +57,24 @@ def read_state(file: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None
             f"{file} was written by another version of pmlip and can be resumed only there; remove it to start again"
         )
     for name, value in identity.items():
-        if state["identity"].get(name) != value:
+        stored = state["identity"].get(name)
+        if stored != value:
             names = {"model": "another model or other initial weights", "config": "other settings"}
             names |= {"train": "other training data", "valid": "other validation data"}
+            if name == "config":
+                names[name] += f" ({_differences(stored, value)})"
             resume = "to resume it, start from a model with the same initial weights; or " if name == "model" else ""
             raise ValueError(
                 f"{file} belongs to a run with {names[name]}; {resume}use another folder (folder=...), or remove the "
                 "file to start again"
             )
     return state
+
+
+def _differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """The settings that differ: "steps = 36, now 40"."""
+    names = [name for name in wanted if stored.get(name) != wanted[name]]
+    return ", ".join(f"{name} = {stored.get(name)!r}, now {wanted[name]!r}" for name in names)
 
 
 @contextlib.contextmanager
