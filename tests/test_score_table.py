@@ -1,4 +1,5 @@
 import ast
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from conftest import randomise_noise
 from molecules import molecules
 from pmlip import evaluation, metrics, score_table
 from pmlip.cli.score_table import comparison_line, force_table, score_table_of
-from pmlip.evaluation import Evaluation, as_record, compare, evaluate
+from pmlip.evaluation import as_record, compare, evaluate
 from pmlip.report.entry import Entry, score_row
 from pmlip.samples import SMALLEST_SPREAD
 from pmlip.score_table import METRICS, Metric, TableColumn, benchmark_columns, benchmark_scores
@@ -23,7 +24,9 @@ from tiny import tiny_backbone
 
 @pytest.fixture(scope="module")
 def model():
-    return randomise_noise(pmlip.perturb(tiny_backbone()))
+    made = randomise_noise(pmlip.perturb(tiny_backbone()))
+    made.fit_novelty(molecules(30, seed=1), valid=molecules(30, seed=2))
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +62,13 @@ def test_scores_follow_their_formulas(model, result, output):
         own, size = ((x**2).sum(-1) for x in (error, samples.mean(0)))
         expected["spearman_atom"] = stats.spearmanr(own, (spread**2).sum(-1)).statistic
         expected["spearman_atom_of_force"] = stats.spearmanr(own, size).statistic
+        found = model.novelty(data)
+        expected["spearman_atom_of_novelty"] = stats.spearmanr(own, found.atom).statistic
+        sigma, point = found.sigma[:, None].numpy(), model.predict(data).forces.numpy() - label
+        expected["ssr_one_pass"] = np.sqrt((sigma**2).mean() / (point**2).mean())
+        z = point / sigma
+        crps = sigma * (z * (2 * stats.norm.cdf(z) - 1) + 2 * stats.norm.pdf(z) - 1 / np.sqrt(np.pi))
+        expected["crps_one_pass"] = crps.mean()
     assert {name: scores[name] for name in expected} == pytest.approx(expected, rel=1e-9)
 
 
@@ -109,7 +119,7 @@ def test_a_new_metric_is_one_entry(result, monkeypatch):
         benchmark={"forces": TableColumn("force_largest", "F-largest", 1)},
     )
     monkeypatch.setattr(score_table, "METRICS", (*METRICS, largest))
-    again = Evaluation(result.drawn, result.expected, result.point, result.target, listed=result.listed)
+    again = replace(result)  # without what was computed before
     error = (result.drawn.mean.forces - result.target.forces).abs().max()
     value = again.scores["forces"]["largest"]
     assert value == pytest.approx(float(error))
@@ -153,3 +163,27 @@ def test_the_evaluation_does_not_import_the_report():
             for name in node.names
         ]
         assert not [name for name in names if "report" in name]
+
+
+def test_a_model_without_a_spread_is_ranked_by_novelty():
+    made, data = pmlip.methods.make("deterministic", tiny_backbone()), molecules(30)
+    assert "spearman_atom_of_novelty" not in evaluate(made, data, samples=1).scores["forces"]
+    made.fit_novelty(data[:10], valid=data[10:])
+    result = evaluate(made, data[10:], samples=1)
+    assert {"spearman_atom_of_novelty", "crps_one_pass"} <= result.scores["forces"].keys()
+    assert "spearman_atom" not in result.scores["forces"]
+    assert f"outside the training set: {result.outside} of 20 structures" in text_of(score_table_of("tiny", result))
+    assert as_record(result)["outside_the_training_set"] == result.outside
+    assert compare(result, result)["auroc_novelty"] == 0.5
+
+
+def test_error_bars_that_are_unknown_have_no_score():
+    made, data = pmlip.methods.make("deterministic", tiny_backbone()), molecules(30)
+    made.fit_novelty(data[:10], valid=data[10:])
+    other = data[0].copy()
+    other.symbols[0] = "N"
+    other.calc = data[0].calc
+    other.calc.atoms = other
+    scores = evaluate(made, [other, *data[1:5]], samples=1).scores["forces"]
+    assert "crps_one_pass" not in scores
+    assert np.isfinite(scores["spearman_atom_of_novelty"])  # the unknown element has the highest rank

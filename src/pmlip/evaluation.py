@@ -14,7 +14,7 @@ from pmlip import score_table
 from pmlip.methods.base import Method
 from pmlip.novelty import Novelty
 from pmlip.samples import Outputs, Samples
-from pmlip.score_columns import Columns
+from pmlip.score_columns import Columns, rankable
 from pmlip.scores import fair_crps_of_scaled
 from pmlip.structures import LABELS
 from pmlip.structures.atoms import Progress, as_structures
@@ -75,7 +75,7 @@ class Evaluation:
     def structure_novelty(self) -> np.ndarray:
         """Novelty of each structure."""
         assert self.novelty is not None
-        return self.novelty.structure.numpy()
+        return rankable(self.novelty.structure.numpy())
 
     @property
     def outside(self) -> int | None:
@@ -131,12 +131,15 @@ def evaluate(
 
 
 def compare(inside: Evaluation, outside: Evaluation) -> dict[str, float]:
-    """Scores that compare in- and out-of-distribution structures: does the spread rise with the error?"""
-    known = inside.novelty is not None and outside.novelty is not None
+    """Scores that compare in- and out-of-distribution structures: do spread and novelty rise with the error?"""
+    known = {
+        "spread": bool(inside.spread.any()),
+        "structure_novelty": inside.novelty is not None and outside.novelty is not None,
+    }
     return {
         one.name: one.function(getattr(inside, one.column), getattr(outside, one.column))
         for one in score_table.COMPARISONS
-        if one.column != "structure_novelty" or known
+        if known.get(one.column, True)
     }
 
 

@@ -41,6 +41,11 @@ class Rows:
         return Rows(self.system[mask], {name: array[mask] for name, array in self.arrays.items()})
 
 
+def rankable(values: np.ndarray) -> np.ndarray:
+    """The values with infinity replaced by the largest finite number, which has the same rank."""
+    return np.nan_to_num(values, posinf=np.finfo(float).max)
+
+
 NOTHING = Rows(np.zeros(0, dtype=int), {})
 
 
@@ -131,7 +136,7 @@ class Columns:
             vectors["spread"] = self.spread
         arrays = {name: torch.linalg.vector_norm(vector, dim=-1).numpy() for name, vector in vectors.items()}
         if self._novelty is not None:
-            arrays["novelty"] = self._novelty.atom.numpy()
+            arrays["novelty"] = rankable(self._novelty.atom.numpy())
         return Rows(self.system.numpy(), arrays)
 
     @cached_property
@@ -146,7 +151,7 @@ class Columns:
             return NOTHING
         arrays = {"error": self.structure_error, "force": self.structure_force}
         if self._novelty is not None:
-            arrays["novelty"] = self._novelty.structure.numpy()
+            arrays["novelty"] = rankable(self._novelty.structure.numpy())
         if not self.has_spread:
             return Rows(np.arange(self.systems), arrays)
         arrays["spread"] = self.structure_spread

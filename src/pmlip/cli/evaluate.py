@@ -142,7 +142,8 @@ def evaluate(
                 outside[called[file]] = result
             scored = evaluation.as_record(result)
             first = inside[names[path]]
-            if file is not data and first.spread.any() and all(np.isfinite(x.error).all() for x in (first, result)):
+            measured = bool(first.spread.any()) or first.novelty is not None
+            if file is not data and measured and all(np.isfinite(x.error).all() for x in (first, result)):
                 scored["against"] = {called[data]: evaluation.compare(first, result)}
                 console.print(comparison_line(called[data], called[file], scored["against"][called[data]]))
             place = record if path is model else record.setdefault("compared", {}).setdefault(names[path], {})

@@ -121,6 +121,16 @@ def _figures(inside: Sequence[Entry], unseen: Sequence[Entry]) -> dict[str, str]
             {entry.data: entry.evaluation.spread for entry in places},
             {entry.data: entry.evaluation.error for entry in places},
         )
+        if all(entry.evaluation.novelty is not None for entry in places):
+            made["novelty"] = plots.inside_and_outside(
+                {
+                    entry.data: entry.evaluation.novelty.structure.numpy()
+                    for entry in places
+                    if entry.evaluation.novelty
+                },
+                {entry.data: entry.evaluation.error for entry in places},
+                novelty=True,
+            )
     return {name: _as_svg(figure) for name, figure in made.items()}
 
 

@@ -136,17 +136,22 @@ def sparsification(models: Mapping[str, tuple[np.ndarray, np.ndarray]], force: n
     return figure
 
 
-def inside_and_outside(spreads: Mapping[str, np.ndarray], errors: Mapping[str, np.ndarray]) -> "Figure":
-    """Error against spread for each structure of several data sets."""
+def inside_and_outside(
+    measures: Mapping[str, np.ndarray], errors: Mapping[str, np.ndarray], *, novelty: bool = False
+) -> "Figure":
+    """Error against spread (or novelty) for each structure of several data sets."""
     figure, axes = panel()
-    for (name, spread), colour in zip(spreads.items(), _cycle(), strict=False):
-        axes.scatter(spread, errors[name], s=14, alpha=0.55, linewidths=0, color=colour, label=name, rasterized=True)
-    everything = np.concatenate([*spreads.values(), *errors.values()])
-    ends = [0.8 * everything[everything > 0].min(), 1.25 * everything.max()]
-    axes.plot(ends, ends, color="#94a3b8", lw=1)
+    for (name, measure), colour in zip(measures.items(), _cycle(), strict=False):
+        axes.scatter(measure, errors[name], s=14, alpha=0.55, linewidths=0, color=colour, label=name, rasterized=True)
+    if novelty:
+        axes.axvline(1, color="#94a3b8", lw=1)
+    else:
+        everything = np.concatenate([*measures.values(), *errors.values()])
+        ends = [0.8 * everything[everything > 0].min(), 1.25 * everything.max()]
+        axes.plot(ends, ends, color="#94a3b8", lw=1)
     _log(axes)
     axes.set(
-        xlabel="RMS force spread per structure (eV/Å)",
+        xlabel="novelty of the structure" if novelty else "RMS force spread per structure (eV/Å)",
         ylabel="force RMSE per structure (eV/Å)",
         title="In and out of distribution",
     )

@@ -24,6 +24,9 @@ def sentences(inside: Sequence[Entry], unseen: Sequence[Entry], records: Mapping
     records: training and calibration of each model, by model name.
     """
     found = []
+    if inside[0].evaluation.novelty is not None:
+        verdict, text = _training_set(inside[0], unseen)
+        found.append({"verdict": verdict, "text": text})
     for entry in inside:
         prefix = f"{entry.model}: " if len(inside) > 1 else ""
         calibration = records.get(entry.model, {}).get("calibration")
@@ -38,6 +41,17 @@ def sentences(inside: Sequence[Entry], unseen: Sequence[Entry], records: Mapping
     for entry in unseen:
         found += [{"verdict": verdict, "text": text} for verdict, text in _out_of_distribution(inside[0], entry)]
     return found
+
+
+def _training_set(inside: Entry, unseen: Sequence[Entry]) -> Verdict:
+    """How many structures lie outside the training set?"""
+    counts = [(entry.data, entry.evaluation.outside or 0, entry.evaluation.structures) for entry in (inside, *unseen)]
+    listed = ", ".join(f"{outside} of {total} in {data}" for data, outside, total in counts)
+    text = f"Outside the training set, by novelty: {listed}."
+    few = counts[0][1] <= 0.1 * counts[0][2]
+    if any(outside for _, outside, _ in counts):
+        text += " Do not rely on the spread of these structures; label some of them and train on them."
+    return ("good" if not any(outside for _, outside, _ in counts) else "fair" if few else "bad", text)
 
 
 def _calibration(entry: Entry) -> list[Verdict]:
@@ -139,6 +153,11 @@ def _out_of_distribution(inside: Entry, outside: Entry) -> list[Verdict]:
         f"{spread:.2f} times as large. The spread separates the two sets with an AUROC of "
         f"{against['auroc_spread']:.2f}, |F| alone with {against['auroc_force']:.2f} (chance: 0.5). "
     )
+    if "auroc_novelty" in against:
+        scores = outside.evaluation.scores["forces"]
+        text += f"Novelty separates them with {against['auroc_novelty']:.2f}. "
+        if "ssr_one_pass" in scores:
+            text += f"The error bars from novelty have an SSR of {scores['ssr_one_pass']:.2f} there. "
     if error < 1.1:
         return [("good", text + "The model is as accurate there.")]
     if spread > 0.8 * error:

@@ -29,6 +29,9 @@ def view(entry: Entry) -> str:
         "true force error": rows["error"][atoms],
         "size of the force": rows["force"][atoms],
     }
+    units = dict.fromkeys(properties, "eV/Å")
+    if "novelty" in rows and np.isfinite(rows["novelty"][atoms]).all():
+        properties["novelty"], units["novelty"] = rows["novelty"][atoms], ""
     settings = chemiscope.quick_settings(
         x="force uncertainty",
         y="true force error",
@@ -44,7 +47,9 @@ def view(entry: Entry) -> str:
     dataset = chemiscope.create_input(
         structures,
         metadata={"name": f"{entry.model} on {entry.data}"},
-        properties={name: {"target": "atom", "values": values, "units": "eV/Å"} for name, values in properties.items()},
+        properties={
+            name: {"target": "atom", "values": values, "units": units[name]} for name, values in properties.items()
+        },
         environments=chemiscope.all_atomic_environments(structures),
         settings=settings,
     )
