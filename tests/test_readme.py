@@ -19,6 +19,7 @@ SNIPPETS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.* lies outside the training set:UserWarning")  # as the pages say
 @pytest.mark.usefixtures("quick_energy_zero")
 @pytest.mark.parametrize("file", SNIPPETS)
 def test_snippets_run(file, tmp_path, monkeypatch):
