@@ -83,6 +83,8 @@ def demo(
             finetune(model, train, valid=valid, config=config, folder=out / "run", progress=trained)
         bar.update(task, description="calibrating the spread")
         scaled = calibrate(model, valid, samples=TEST_SAMPLES, seed=seed)
+        bar.update(task, description="comparing with the training set")
+        model.fit_novelty(train, valid=valid)
         evaluations: dict[str, Evaluation] = {}  # by what the structures are called
         for number, (name, structures) in enumerate(tests.items()):
             done = sum(work[: number + 1])
@@ -98,8 +100,12 @@ def demo(
     console.print(
         f"Before fine-tuning, the MAE on the structures of the first row was {1e3 * before:.0f} meV/Å. After it, the "
         f"spread was multiplied by {scaled.factor:.2f}, fitted to {scaled.structures} validation structures.\n"
-        + legend("CRPS", "SSR", "Spearman", "|F| alone", "AUROC")
+        + legend("CRPS", "SSR", "Spearman", "|F| alone", "AUROC", "outside")
     )
+    unlike = {name: one.outside for name, one in evaluations.items() if one.outside}
+    for name, count in unlike.items():
+        total = evaluations[name].structures
+        console.print(f"{count} of {total} structures ({name}) lie outside the training set: label some of them first.")
     _write(out, model, evaluations)
     console.print(f"report and figures: {out / 'report.html'}, {out / 'spread-and-error.png'}, {out / 'unseen.png'}")
     console.print(f"model: {out / 'p-chgnet.pt'}")
@@ -127,8 +133,9 @@ def _write(out: Path, model: "Potential", evaluations: "Mapping[str, Evaluation]
             {name: (rows["spread"], rows["error"]) for name, rows in atoms.items()}
         ),
         "unseen": plots.inside_and_outside(
-            {name: evaluation.spread for name, evaluation in evaluations.items()},
+            {name: evaluation.structure_novelty for name, evaluation in evaluations.items()},
             {name: evaluation.error for name, evaluation in evaluations.items()},
+            novelty=True,
         ),
     }
     for name, figure in figures.items():

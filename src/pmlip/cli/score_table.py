@@ -19,6 +19,7 @@ EXPLANATIONS = {
     "AUROC": (
         "probability that a structure of this row has a larger spread than a structure of the first row; 0.5 is chance"
     ),
+    "outside": "structures outside the training set, by novelty",
 }
 
 
@@ -61,12 +62,15 @@ def force_table(title: str, evaluations: Mapping[str, Evaluation], metrics: tupl
     """Force scores of one model on several sets of structures, compared with the first: a row per set."""
     table = Table(title=title)
     chosen = [score_table.metric(name) for name in metrics]
-    for heading in ("", *(metric.title for metric in chosen), "AUROC"):
+    rises = {"auroc_spread": "AUROC", "auroc_novelty": "AUROC of novelty"}
+    for heading in ("", *(metric.title for metric in chosen), *rises.values(), "outside"):
         table.add_column(heading, justify="right")
     first = next(iter(evaluations.values()))
     for name, evaluation in evaluations.items():
         scores = evaluation.scores["forces"]
         cells = [metric.shown(scores[metric.name], "forces") if metric.name in scores else "" for metric in chosen]
-        rise = "" if evaluation is first else f"{compare(first, evaluation)['auroc_spread']:.2f}"
-        table.add_row(name, *cells, rise)
+        against = {} if evaluation is first else compare(first, evaluation)
+        cells += [f"{against[rise]:.2f}" if rise in against else "" for rise in rises]
+        outside = "" if evaluation.outside is None else f"{evaluation.outside} of {evaluation.structures}"
+        table.add_row(name, *cells, outside)
     return table
