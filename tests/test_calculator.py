@@ -230,6 +230,7 @@ def test_relaxation_with_a_cell_filter_and_a_constraint(quartz):
     np.testing.assert_allclose(atoms.get_scaled_positions()[0], fixed, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_energy_is_conserved_by_the_mean_and_by_a_folded_sample(quartz):
     structure, model = quartz
     calculator = PMLIPCalculator(model, samples=2)

@@ -154,7 +154,7 @@ def test_what_cannot_be_calibrated_is_refused():
         calibrate(model, structures)
     randomise_noise(model)
     del structures[1].calc.results["forces"]
-    with pytest.raises(ValueError, match=r"structure 1 .*carries no forces"):
+    with pytest.raises(ValueError, match=r"structure 1 .*it has no forces"):
         calibrate(model, structures)
     blip = methods.make("blip", tiny_backbone())
     with pytest.raises(ValueError, match="the spread of blip cannot be scaled after training"):

@@ -73,7 +73,7 @@ def test_other_matter_missing_labels_and_wrong_names_are_refused(tmp_path):
     bare = in_kcal(silica(2))
     del bare[1].calc.results["forces"]
     write(tmp_path / "bare.xyz", bare, format="extxyz")
-    with pytest.raises(ValueError, match=r"structure 1 .*carries no forces"):
+    with pytest.raises(ValueError, match=r"structure 1 .*it has no forces"):
         datasets.tan_silica(tmp_path / "bare.xyz")
 
 

@@ -36,6 +36,7 @@ def number(text, pattern):
     return float(re.search(pattern, text)[1])
 
 
+@pytest.mark.slow
 def test_energies_of_two_polymorphs_differ_by_less_than_they_are_uncertain(run):
     text = run("polymorph_energies.py")
     assert number(text, r"± ([\d.]+) meV per SiO2") < number(text, r"which is wrong: ± ([\d.]+)")

@@ -362,6 +362,7 @@ def test_calibrate_stores_the_scale(finetuned, tmp_path):
     torch.testing.assert_close(after, calibration["factor"] * before)
 
 
+@pytest.mark.slow
 def test_a_settings_file_and_flags_mean_the_same(tmp_path):
     (tmp_path / "short.toml").write_text(
         f'train = "{SILICA}"\nbackbone = "chgnet"\ncount = 6\nepochs = 3\nbatch = 3\nsamples = 2\nnoise-rate = 0.05\n'

@@ -425,6 +425,7 @@ def test_noise_starts_at_random_unless_there_is_some_already_or_it_should_start_
     assert_same(before, noise_weights(trained), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_response_to_noise_is_that_of_structures_without_symmetry():
     """In a perfect crystal no force can have a spread, and a rate by that would be without bounds."""
     pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")

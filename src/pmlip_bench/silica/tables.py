@@ -12,7 +12,18 @@ if TYPE_CHECKING:
 
 TRIVIAL = ["deterministic", "constant", "force-scaled", "confidence"]
 # order in tables and figures; other methods follow
-METHODS = [*TRIVIAL, "ensemble", "mc-dropout", "blip", "blip+published", "p", "p+paper", "p-ensemble"]
+METHODS = [
+    *TRIVIAL,
+    "novelty",
+    "novelty-latent",
+    "ensemble",
+    "mc-dropout",
+    "blip",
+    "blip+published",
+    "p",
+    "p+paper",
+    "p-ensemble",
+]
 
 Forms = Mapping[str, tuple[str, float, int]]  # name -> title, scale and digits
 

@@ -118,7 +118,7 @@ def test_structures_that_cannot_be_used_are_refused_with_their_place_in_the_file
     structures[7].numbers[0] = 118
     structures[7].calc = SinglePointCalculator(structures[7], **structures[8].calc.results)
     write(tmp_path / "element.extxyz", structures)
-    for name, reason in (("forceless", "it carries no forces"), ("element", "CHGNet does not know Og")):
+    for name, reason in (("forceless", "it has no forces"), ("element", "CHGNet does not know Og")):
         result = invoke("--data", tmp_path / f"{name}.extxyz", "--test", "4", "--sizes", "4", "--out", tmp_path)
         assert result.exit_code == 2
         words = " ".join(result.output.split())
