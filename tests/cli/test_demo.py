@@ -22,8 +22,10 @@ def test_the_demo_trains_shows_and_saves(tmp_path: Path, monkeypatch):
     rows = [line for line in result.stdout.splitlines() if any(f" {name} " in line for name in demo.TESTS.values())]
     rows = [line for line in rows if line.startswith("│")]  # of the table, not of the progress bar
     assert len(rows) == len(demo.TESTS)
-    numbers = [float(cell) for cell in rows[-1].split("│")[2:-1]]  # MAE, CRPS, ..., AUROC
-    assert 0 <= numbers[-1] <= 1
+    *numbers, outside = rows[-1].split("│")[2:-1]  # MAE, CRPS, ..., AUROC, AUROC of novelty, outside
+    assert all(0 <= float(number) <= 1 for number in numbers[-2:])
+    assert outside.strip() in {f"{count} of 8" for count in range(9)}
+    assert "structures (other polymorphs) lie outside the training set: label some of them first" in result.stdout
     for name in ("spread-and-error.png", "unseen.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert "P-CHGNet on as in training" in (tmp_path / "report.html").read_text()
