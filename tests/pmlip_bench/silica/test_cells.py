@@ -77,7 +77,9 @@ def test_from_end_to_end(tmp_path):
     assert again["training"] == cell["training"]  # read from its file, seconds and all
     for name in ("force_mae", "force_crps", "force_spread"):  # up to rounding, in which it shows how the work was cut
         assert again["test"][name] == pytest.approx(cell["test"][name], rel=1e-3)
-    assert not [file for file in (tmp_path / "weights").iterdir() if file.suffix != ".pt"]
+    kept = list((tmp_path / "weights").iterdir())  # each model with its settings, and no state of a run
+    assert {file.suffix for file in kept} == {".pt", ".json"}
+    assert all(file.with_suffix(suffix) in kept for file in kept for suffix in (".pt", ".json"))
     changed = [*arguments[:-6], "--samples", "5", "--out", tmp_path]
     other = invoke(*changed)
     assert other.exit_code == 2
