@@ -154,4 +154,5 @@ def test_a_lone_atom_and_a_slab(backbone):
     turned = outputs.forces[1:4] @ torch.from_numpy(rotation()).float().T
     torch.testing.assert_close(outputs.forces[4:], turned, rtol=0, atol=1e-4)
     alone = pmlip.perturb(backbone).predict(Atoms("Si"))
-    torch.testing.assert_close(alone.energy[0], outputs.energy[0], rtol=0, atol=2e-6)
+    # rounding depends on the size of the batch, and how much it does depends on the processor
+    torch.testing.assert_close(alone.energy[0], outputs.energy[0], rtol=0, atol=1e-5)
