@@ -397,3 +397,23 @@ def test_a_wrong_settings_file_is_refused(tmp_path, text, message):
     result = invoke("finetune", SILICA, "--settings", tmp_path / "wrong.toml")
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_novelty_is_added_to_a_model_that_has_none(tmp_path):
+    data = read(SILICA, ":")
+    methods.make("deterministic", pmlip.load_backbone("chgnet")).save(tmp_path / "plain.pt")
+    write(tmp_path / "train.extxyz", data[:3])
+    write(tmp_path / "valid.extxyz", data[3:5])
+    refused = invoke("predict", tmp_path / "plain.pt", tmp_path / "valid.extxyz", "--samples", "0")
+    assert refused.exit_code == 2
+    assert "or run pmlip novelty" in " ".join(refused.output.split())
+    files = (tmp_path / "train.extxyz", "--valid", tmp_path / "valid.extxyz", "--out", tmp_path / "new.pt")
+    result = invoke("novelty", tmp_path / "plain.pt", *files)
+    assert result.exit_code == 0, result.output
+    assert "compared with 3 training structures" in " ".join(result.output.split())
+    out = tmp_path / "predicted.extxyz"
+    assert (
+        invoke("predict", tmp_path / "new.pt", tmp_path / "valid.extxyz", "--samples", "0", "--out", out).exit_code == 0
+    )
+    expected = pmlip.load(tmp_path / "new.pt").novelty(data[3])
+    assert read(out, 0).info["novelty"] == pytest.approx(float(expected.structure[0]), rel=1e-5)

@@ -117,6 +117,7 @@ def finetune(
     from pmlip import methods
     from pmlip.atomic_files import write_json
     from pmlip.backbones import load_backbone
+    from pmlip.novelty import KINDS
     from pmlip.provenance import DataSource, as_record
     from pmlip.training import finetuning
     from pmlip.training.distributed import Processes
@@ -191,8 +192,9 @@ def finetune(
         trained.save(out / "model.pt")  # so that an error in the calibration does not lose the run
         _calibrate(trained, held_out, data, console)
     trained.save(out / "model.pt")
+    lacking = [kind for kind in KINDS if kind not in trained.training_features]
     with _in_files(files):
-        fit_and_print(trained, structures, held_out, console=console)
+        fit_and_print(trained, structures, held_out, kinds=lacking, console=console)
     trained.save(out / "model.pt")
     summary = {"backbone": backbone, "method": method, "options": dict(options)}
     summary |= as_record(trained.history, trained.calibration)

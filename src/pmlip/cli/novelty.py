@@ -45,6 +45,7 @@ def novelty(
     Example: pmlip novelty p-chgnet/model.pt train.extxyz --valid valid.extxyz --out p-chgnet/with-novelty.pt
     """
     from pmlip.loading import load
+    from pmlip.novelty import KINDS
     from pmlip.structures.atoms import in_file
     from pmlip.structures.files import read_structures
 
@@ -55,20 +56,21 @@ def novelty(
     for file, read in structures.items():
         with in_file(file):
             loaded.backbone.check(read, range(len(read)))
-    fit_and_print(loaded, structures[train], structures[valid] if valid else [], console=console)
+    held_out = structures[valid] if valid else []
+    fit_and_print(loaded, structures[train], held_out, kinds=KINDS, console=console)
     loaded.save(out)
     console.print(f"the model with novelty was written to {out}")
     print_json({kind: one.describe() for kind, one in loaded.training_features.items()}, as_json)
 
 
-def fit_and_print(model: "Method", train: "Sequence[Atoms]", valid: "Sequence[Atoms]", *, console: Console) -> None:
-    """Store the features of the training structures in a model, for the kinds it lacks, and print the result."""
-    from pmlip.novelty import KINDS, NAMES
+def fit_and_print(
+    model: "Method", train: "Sequence[Atoms]", valid: "Sequence[Atoms]", *, kinds: Sequence[str], console: Console
+) -> None:
+    """Store these kinds of features of the training structures in a model, and print the result."""
+    from pmlip.novelty import NAMES
 
     with progress_bar(console) as bar:
-        for kind in KINDS:
-            if kind not in model.training_features:
-                show = counter(bar, f"novelty, {NAMES[kind]}")
-                model.fit_novelty(train, valid=valid, kinds=[kind], progress=show)
+        for kind in kinds:
+            model.fit_novelty(train, valid=valid, kinds=[kind], progress=counter(bar, f"novelty, {NAMES[kind]}"))
     for training in model.training_features.values():
         console.print(training.describe())
