@@ -188,7 +188,7 @@ def test_progress_counts_structures():
 def test_every_element_of_held_out_structures_may_be_new():
     data = molecules(30)
     other = [Atoms("N3", atoms.positions[:3]) for atoms in data]
-    with pytest.raises(ValueError, match="each of them has an element that the training set lacks"):
+    with pytest.raises(ValueError, match="each structure has an element that the training set lacks"):
         novelty.fit(BACKBONE, data, valid=other)
 
 

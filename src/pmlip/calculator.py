@@ -90,9 +90,7 @@ class PMLIPCalculator(Calculator):
             raise ValueError(f"point must be one of {', '.join(POINTS)}, got {point!r}")
         if samples == 0 and ensembles:
             raise ValueError("ensembles=True needs samples, got samples=0")
-        if samples == 0:
-            self.model.require_training_features()
-        self.samples = self.model.spread_samples(samples) if samples else 0
+        self.samples = self.model.prediction_samples(samples)
         self.seed, self.point, self.ensembles = seed, point, ensembles
         self._warned = False
 

@@ -52,7 +52,7 @@ class CurvatureSum:
         self._rows: list[Tensor] = []
         self._count = 0
         self._sum = torch.zeros(features, dtype=torch.float64)
-        self._matrix: Tensor | None = None  # replaces the rows as soon as it is the smaller of the two
+        self._matrix: Tensor | None = None  # replaces the rows as soon as it takes less memory
 
     def add(self, rows: Tensor) -> None:
         rows = rows.double().cpu()

@@ -119,7 +119,7 @@ class TrainingFeatures:
         known = [values[values.isfinite()] for values in measures]
         if not len(known[1]):
             raise ValueError(
-                f"novelty cannot be scaled on {name}: each of them has an element that the training set lacks"
+                f"novelty cannot be scaled on {name}: each structure has an element that the training set lacks"
             )
         atom, structure, largest = (float(values.quantile(QUANTILE)) for values in known)
         return replace(self, atom_quantile=atom, structure_quantile=structure, largest_quantile=largest, scaled_on=name)
@@ -155,7 +155,7 @@ class TrainingFeatures:
         )
 
     def check(self, backbone: Backbone) -> None:
-        """Raise ValueError if the features come from other layers than those of this backbone."""
+        """Raise ValueError if the features come from layers that are not the layers of this backbone."""
         own = sources(backbone, self.kind)
         if own != list(self.sources):
             raise ValueError(
@@ -294,7 +294,7 @@ def _on_held_out(training: TrainingFeatures, valid: list[Atoms], passes: "_Passe
 
 
 class _Passes:
-    """Passes of a backbone over structures, and how many of them are done."""
+    """Passes of a backbone over structures, with a count of the finished structures."""
 
     def __init__(self, backbone: Backbone, kind: str, total: int, progress: Progress | None) -> None:
         self._backbone, self._kind, self._total, self._progress = backbone, kind, total, progress

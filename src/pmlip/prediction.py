@@ -43,9 +43,7 @@ def predict_file(
     """
     source, out = Path(source), Path(out)
     check_file(source)
-    if samples == 0:
-        model.require_training_features()
-    count = model.spread_samples(samples) if samples else 0
+    count = model.prediction_samples(samples)
     if out.suffix not in (".extxyz", ".xyz"):
         raise ValueError(f"predictions are written as extxyz, so out must end in .extxyz or .xyz, got out={out.name!r}")
     if out.exists():

@@ -32,9 +32,7 @@ class TorchSimModel(ModelInterface):
 
     def __init__(self, model: Method, *, samples: int = 8, seed: int = 0) -> None:
         super().__init__()
-        if samples == 0:
-            model.require_training_features()
-        self.model, self.samples, self.seed = model, model.spread_samples(samples) if samples else 0, seed
+        self.model, self.samples, self.seed = model, model.prediction_samples(samples), seed
         parameter = next(model.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
         self._compute_forces = self._compute_stress = True

@@ -99,6 +99,13 @@ class Method(nn.Module, ABC):
             raise ValueError(f"a spread needs at least 2 samples, got samples={samples}")
         return count
 
+    def prediction_samples(self, samples: int) -> int:
+        """Number of samples to draw for a prediction; 0 if error bars come from novelty, in one pass."""
+        if samples:
+            return self.spread_samples(samples)
+        self.require_training_features()
+        return 0
+
     def passes(self, samples: int) -> int:
         """Forward passes per structure for this many samples and their mean."""
         return 1 if self.one_pass else samples + len(self.counterweights(self.draw(samples))[0])
