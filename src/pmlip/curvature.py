@@ -1,6 +1,6 @@
 """The curvature H = sum of g g^T of vectors g, and lengths measured by its inverse.
 
-H is regularised by `floor` = REGULARISATION * (trace of H) / (length of g). It is stored by its largest eigenvectors,
+H is regularised by `floor` = regularisation * (trace of H) / (length of g). It is stored by its largest eigenvectors,
 which is accurate as long as the eigenvalues left out are small against the floor.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-REGULARISATION = 1e-4  # anything from 1e-2 to 1e-6 gives nearly the same result
+REGULARISATION = 1e-4  # of novelty; anything from 1e-2 to 1e-6 gives nearly the same result
 NEGLIGIBLE = 0.01  # eigenvalues below this fraction of the floor are left out
 
 
@@ -47,8 +47,8 @@ class Curvature:
 class CurvatureSum:
     """Adds up the curvature of any number of vectors, in memory for at most as many vectors as they have entries."""
 
-    def __init__(self, features: int, *, centred: bool) -> None:
-        self._features, self._centred = features, centred
+    def __init__(self, features: int, *, centred: bool, regularisation: float = REGULARISATION) -> None:
+        self._features, self._centred, self._regularisation = features, centred, regularisation
         self._rows: list[Tensor] = []
         self._count = 0
         self._sum = torch.zeros(features, dtype=torch.float64)
@@ -78,6 +78,6 @@ class CurvatureSum:
             values, right = torch.linalg.eigh(self._matrix - self._count * torch.outer(centre, centre))
             vectors = right.T
         trace = float(values.clamp(min=0).sum())
-        floor = max(REGULARISATION * trace / self._features, torch.finfo(torch.float32).tiny)
+        floor = max(self._regularisation * trace / self._features, torch.finfo(torch.float32).tiny)
         large = values > max(NEGLIGIBLE * floor, 1e-12 * values[-1].item())
         return Curvature(centre.float(), vectors[large].float(), (values[large] + floor).float(), floor)

@@ -98,7 +98,7 @@ class Perturbed(nn.Module):
         if sample < 0:
             raise ValueError(f"samples are numbered from 0, got sample={sample}")
         copied = copy.deepcopy(self)
-        copied.noise.set_draw(copied.draw(sample + 1, seed=seed, kind=kind)[sample])
+        copied.noise.set_draw(draws.draw(sample + 1, self.noise.dim, seed=seed, kind=kind)[sample])
         for layer in list(noisy_layers(copied.backbone)):
             layer.fold()
         return copied.backbone

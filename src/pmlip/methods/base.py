@@ -23,6 +23,7 @@ from pmlip.novelty import KINDS, Novelty, TrainingFeatures, default_kind, fit, r
 from pmlip.provenance import Calibration, History
 from pmlip.samples import UNTRAINED, Outputs, Samples
 from pmlip.structures.atoms import Progress, as_structures, system_index
+from pmlip.tangent import Pair
 
 USUAL_SAMPLES = 16  # default number of samples
 FIXED_ATOMS = 512  # atoms per pass where results must be bitwise reproducible, since batching changes rounding
@@ -36,6 +37,7 @@ class Method(nn.Module, ABC):
     fixed_samples: int | None = None  # number of samples, if the method fixes it
     one_pass = False  # whether all samples come from one forward pass; `predict` then gives their exact mean
     row_noise = False  # whether noise is drawn per batch row; then samples depend on all structures of a call
+    separate_passes = False  # whether samples have different weights, so that one pass cannot compute several
     origin: checkpoint.Origin  # the backbone it was made from
     history: History | None = None  # how it was fine-tuned
     calibration: Calibration | None = None  # how its spread was scaled
@@ -66,8 +68,8 @@ class Method(nn.Module, ABC):
         """Whether its spread was learned; a spread before training is meaningless."""
         return True
 
-    def member(self, number: int, *, seed: int = 0) -> Backbone:
-        """Sample `number` of this seed as an ordinary potential."""
+    def member(self, number: int, *, seed: int = 0) -> Backbone | Pair:
+        """Sample `number` of this seed as an ordinary potential, or as a weighted pair of them."""
         raise ValueError(f"samples of {self.name} cannot be exported: their noise is drawn per batch row")
 
     def counterweights(self, draws: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,6 +253,7 @@ class Method(nn.Module, ABC):
             structures,
             draws,
             row_noise=self.row_noise,
+            separate=self.separate_passes,
             chunk_atoms=chunk_atoms,
             progress=progress,
         )
@@ -311,6 +314,13 @@ class Learner:
     def fit_energy_zero(self, structures: Sequence[Atoms], *, curved: bool) -> bool:
         """Align the energy offsets of the samples after training; returns False if samples have no offsets."""
         return False
+
+    def fit_tangents(self, train: Sequence[Atoms], *, progress: Progress | None = None) -> bool:
+        """Fit tangent samples to the forces of the training structures; returns False if the method has none."""
+        return False
+
+    def forget_tangents(self) -> None:
+        """Remove tangent samples, because the weights they belong to will change."""
 
     def fit_on_validation(self, valid: Sequence[Atoms], *, train: Sequence[Atoms]) -> None:
         """Fit parameters that are not trained, such as widths, to validation data; train: the training structures."""

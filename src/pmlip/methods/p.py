@@ -15,10 +15,12 @@ from pmlip.noise import draws as noise_draws
 from pmlip.noise.injection import Site, Sites, find_sites
 from pmlip.perturbed import Perturbed
 from pmlip.samples import Samples
-from pmlip.structures.atoms import Progress, subsample
+from pmlip.structures.atoms import Progress, as_structures, subsample
+from pmlip.tangent import Pair, Tangent, fit
 
 ATOMS_IN_A_GRADIENT = 64  # atoms times samples per pass
 STRUCTURES_FOR_ZERO = 2  # enough, since all structures share the energy offset of a sample
+TANGENT_STREAM = 2**31  # of the draws
 
 
 class Potential(Perturbed, Method):
@@ -26,21 +28,30 @@ class Potential(Perturbed, Method):
 
     Each sample has its own energy offset per atom, v . z + z . C z / 2, which leaves forces unchanged. It is needed
     because noise that changes forces shifts all energies together by much more than it changes their differences.
+
+    With a tangent (`pmlip.tangent`), a draw is the noise e followed by the draw of the tangent part.
     """
 
     name = "p"
     backbone: Backbone
     energy_curvature: Tensor  # C
+    tangent: Tangent | None
     save = Method.save
 
     def __init__(self, backbone: Backbone, sites: tuple[Site, ...], noise_dim: int) -> None:
         super().__init__(backbone, sites, noise_dim)
         self.energy_zero = nn.Parameter(torch.zeros_like(self.noise.w_z[0]))  # v
         self.register_buffer("energy_curvature", torch.zeros_like(self.noise.w_z.detach()))
+        self.tangent = None
 
     def forward(self, graph: Graph, noise: Tensor | None = None) -> dict[str, Tensor]:  # type: ignore[override]  # narrower arguments
-        """Outputs with the sample axis first, for noise (sample, noise) or (sample, system, noise); None: no noise."""
+        """Outputs with the sample axis first, for noise (sample, noise) or (sample, system, noise); None: no noise.
+
+        Rows (sample, noise + tangent) add the tangent part.
+        """
         noise = torch.zeros(1, self.noise.dim) if noise is None else noise
+        if self.tangent is not None and noise.dim() == 2 and noise.shape[1] == self.noise.dim + self.tangent.dim:
+            return self._with_tangent(graph, noise, self.tangent)
         if noise.dim() == 2:
             noise = noise[:, None].expand(-1, graph.systems, -1)
         if noise.dim() != 3 or noise.shape[1:] != (graph.systems, self.noise.dim):
@@ -54,6 +65,25 @@ class Potential(Perturbed, Method):
         named = {name: value.unflatten(0, (samples, -1)) for name, value in outputs.items()}
         atoms = torch.bincount(graph.rows["node"], minlength=graph.systems)
         return named | {"energy": named["energy"] + atoms * self._zero(noise)}
+
+    def _with_tangent(self, graph: Graph, draws: Tensor, tangent: Tangent) -> dict[str, Tensor]:
+        noise, free = draws.split([self.noise.dim, tangent.dim], 1)
+        if not tangent.active:
+            return self(graph, noise)
+        atoms, samples = torch.bincount(graph.rows["node"], minlength=graph.systems), []
+        for e, draw in zip(noise, free, strict=True):
+            direction, sides = tangent.direction(draw), []
+            for sign in (1, -1):
+                with tangent.moved(self.backbone, sign * direction):
+                    side = self(graph, e[None])
+                side["energy"] = side["energy"] - atoms * tangent.energy_shift(sign * direction)
+                sides.append(side)
+            ahead, behind = tangent.weights
+            samples.append(
+                {name: (ahead * sides[0][name].double() + behind * sides[1][name].double()) for name in sides[0]}
+            )
+        like = {name: value.dtype for name, value in sides[0].items()}
+        return {name: torch.cat([sample[name] for sample in samples]).to(dtype) for name, dtype in like.items()}
 
     def _zero(self, noise: Tensor) -> Tensor:
         """Energy offset in eV per atom for draws e (..., noise)."""
@@ -87,11 +117,35 @@ class Potential(Perturbed, Method):
             if curvature is not None:
                 self.energy_curvature.sub_((to_z.T @ curvature @ to_z).to(self.energy_curvature))
 
+    def fit_tangent(self, train: Iterable[Atoms], *, progress: Progress | None = None) -> None:
+        """Add tangent samples, whose spread rises out of distribution; train: the training structures, with forces.
+
+        A sample then takes two passes. `pmlip.calibrate` fits the width. progress(done, total) counts structures.
+        """
+        self.tangent = None
+        self.tangent = fit(self.backbone, as_structures(train), progress=progress)
+        self.calibration = None
+
     def learner(self) -> "PotentialLearner":
         return PotentialLearner(self)
 
     def settings(self) -> dict[str, Any]:
         return self.stored_settings()
+
+    @property
+    def separate_passes(self) -> bool:  # type: ignore[override]  # read-only
+        return self.tangent is not None and self.tangent.active
+
+    def draw(self, samples: int, *, seed: int = 0, kind: str = "plain") -> Tensor:
+        drawn = super().draw(samples, seed=seed, kind=kind)
+        if self.tangent is None:
+            return drawn
+        kind = "antithetic" if kind == "antithetic" else "plain"
+        free = noise_draws.draw(samples, self.tangent.dim, seed=seed, kind=kind, stream=TANGENT_STREAM)
+        return torch.cat([drawn, free], 1)
+
+    def passes(self, samples: int) -> int:
+        return super().passes(samples) * (2 if self.separate_passes else 1)
 
     def sample(
         self,
@@ -115,22 +169,44 @@ class Potential(Perturbed, Method):
         return noise_draws.counterweights(draws)
 
     def fold(self, *, sample: int, seed: int = 0, kind: str = "plain") -> Backbone:
-        """Sample number `sample` as a plain backbone, with the calculator and file format of its package."""
+        """Sample number `sample` as a plain backbone, with the calculator and file format of its package.
+
+        It leaves out the tangent part of the sample, which takes a second potential: see `fold_pair`.
+        """
         folded = super().fold(sample=sample, seed=seed, kind=kind)
         assert isinstance(folded, Backbone)
-        if zero := self._zero(self.draw(sample + 1, seed=seed, kind=kind)[sample]).item():
+        drawn = noise_draws.draw(sample + 1, self.noise.dim, seed=seed, kind=kind)
+        if zero := self._zero(drawn[sample]).item():
             folded.shift_all(zero)
         return folded
 
-    def member(self, number: int, *, seed: int = 0) -> Backbone:
+    def fold_pair(self, *, sample: int, seed: int = 0) -> Pair:
+        """Sample number `sample` with its tangent part: the weighted sum of two plain backbones."""
+        if self.tangent is None:
+            raise ValueError("this model has no tangent samples, so fold(sample=...) gives the whole sample")
+        direction = self.tangent.direction(self.draw(sample + 1, seed=seed)[sample, self.noise.dim :])
+        potentials = []
+        for sign in (1, -1):
+            with self.tangent.moved(self.backbone, sign * direction):
+                potentials.append(self.fold(sample=sample, seed=seed))
+            potentials[-1].shift_all(-self.tangent.energy_shift(sign * direction))
+        return Pair((potentials[0], potentials[1]), self.tangent.weights)
+
+    def member(self, number: int, *, seed: int = 0) -> Backbone | Pair:
+        if self.separate_passes:
+            return self.fold_pair(sample=number, seed=seed)
         return self.fold(sample=number, seed=seed)
 
     @torch.no_grad()
     def _scale_spread(self, factor: float) -> None:
         """Scale W_z, so that each sample remains a potential; exact where the response to noise is linear."""
         self.noise.w_z.mul_(factor)
+        if self.tangent is not None:
+            self.tangent.width.mul_(factor)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        # children are loaded after this, so they can be created here
+        self.tangent = Tangent.stored(state_dict, f"{prefix}tangent.")
         for name in ("energy_zero", "energy_curvature"):  # missing in checkpoint formats 1 and 2
             state_dict.setdefault(f"{prefix}{name}", torch.zeros_like(getattr(self, name)))
         super()._load_from_state_dict(state_dict, prefix, *rest)
@@ -172,6 +248,13 @@ class PotentialLearner(Learner):
             if how.learns_energy:  # no curvature: it is a buffer, which the optimiser does not update
                 self.fit_energy_zero(structures, curved=False)
         return rate
+
+    def fit_tangents(self, train: Sequence[Atoms], *, progress: Progress | None = None) -> bool:
+        self.model.fit_tangent(train, progress=progress)
+        return True
+
+    def forget_tangents(self) -> None:
+        self.model.tangent = None
 
     def fit_energy_zero(self, structures: Sequence[Atoms], *, curved: bool) -> bool:
         # skip isolated atoms unless there is nothing else

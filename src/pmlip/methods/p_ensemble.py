@@ -14,6 +14,8 @@ from pmlip.methods.base import BuiltFrom, Learner, Method
 from pmlip.methods.ensemble import Ensemble, EnsembleLearner, checked_count
 from pmlip.methods.p import Potential, perturb
 from pmlip.noise import draws as noise_draws
+from pmlip.structures.atoms import Progress
+from pmlip.tangent import Pair
 
 BUILT_FROM = BuiltFrom("p", several=True)
 
@@ -36,7 +38,7 @@ class PEnsemble(Ensemble):
     def settings(self) -> dict[str, int]:
         return super().settings() | {"noise_dim": self.noise_dim}
 
-    def member(self, number: int, *, seed: int = 0) -> Backbone:
+    def member(self, number: int, *, seed: int = 0) -> Backbone | Pair:
         return self.parts()[number % len(self.members)].member(number, seed=seed)
 
     def _scale_spread(self, factor: float) -> None:
@@ -45,7 +47,7 @@ class PEnsemble(Ensemble):
             part.scale_spread(factor)
 
     def draw(self, samples: int, *, seed: int = 0) -> Tensor:
-        drawn = noise_draws.draw(samples, self.noise_dim, seed=seed)
+        drawn = self.parts()[0].draw(samples, seed=seed)
         return torch.cat([(torch.arange(samples) % len(self.members))[:, None].to(drawn), drawn], 1)
 
     def counterweights(self, draws: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,6 +74,14 @@ class PEnsemble(Ensemble):
 class PEnsembleLearner(EnsembleLearner):
     trains_on_samples = True
     calibrated_after = True
+
+    def fit_tangents(self, train: Sequence[Atoms], *, progress: Progress | None = None) -> bool:
+        done = [part.learner().fit_tangents(train, progress=progress) for part in self.parts()]
+        return all(done)
+
+    def forget_tangents(self) -> None:
+        for part in self.parts():
+            part.learner().forget_tangents()
 
 
 make = PEnsemble

@@ -9,10 +9,11 @@ from torch import Tensor
 SEED_OF_FIT = 2**32 - 1  # reserved for fits to samples after training, so that predictions use other samples
 
 
-def draw(samples: int, dim: int, *, seed: int = 0, kind: str = "plain") -> Tensor:
+def draw(samples: int, dim: int, *, seed: int = 0, kind: str = "plain", stream: int = 0) -> Tensor:
     """Return standard normal draws e, shape (sample, dim), in double precision on the CPU.
 
-    Row k depends only on (seed, k, dim, kind): a larger `samples` appends rows and keeps the earlier ones.
+    Row k depends only on (seed, k, dim, kind, stream): a larger `samples` appends rows and keeps the earlier ones.
+    Draws of different streams are independent.
 
     kind:
         "plain"       independent rows. Use it for losses and scores: all estimators in `scores` and
@@ -31,7 +32,7 @@ def draw(samples: int, dim: int, *, seed: int = 0, kind: str = "plain") -> Tenso
         raise ValueError(f"a seed must be an integer from 0 to 2^32 - 1, got seed={seed}")
     if kind not in _KINDS:
         raise ValueError(f"unknown kind of draw {kind!r}; allowed: {', '.join(_KINDS)}")
-    return torch.from_numpy(_KINDS[kind](samples, dim, seed))
+    return torch.from_numpy(_KINDS[kind](samples, dim, (seed, stream) if stream else (seed,)))
 
 
 def draw_for_training(samples: int, systems: int, dim: int, *, generator: torch.Generator) -> Tensor:
@@ -51,26 +52,26 @@ def counterweights(draws: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack([centre, -centre]), torch.tensor([-0.5, 0.5])
 
 
-def _plain(samples: int, dim: int, seed: int) -> np.ndarray:
-    return np.stack([np.random.default_rng((seed, k)).standard_normal(dim) for k in range(samples)])
+def _plain(samples: int, dim: int, key: tuple[int, ...]) -> np.ndarray:
+    return np.stack([np.random.default_rng((*key, k)).standard_normal(dim) for k in range(samples)])
 
 
-def _orthogonal(samples: int, dim: int, seed: int) -> np.ndarray:
+def _orthogonal(samples: int, dim: int, key: tuple[int, ...]) -> np.ndarray:
     blocks = []
     for block in range(-(-samples // dim)):
-        random = np.random.default_rng((seed, block, 1))
+        random = np.random.default_rng((*key, block, 1))
         q, r = np.linalg.qr(random.standard_normal((dim, dim)))
         q *= np.sign(np.diag(r))  # without this the rotation is not uniformly distributed
         blocks.append(np.sqrt(random.chisquare(dim, (dim, 1))) * q.T)
     return np.concatenate(blocks)[:samples]
 
 
-def _antithetic(samples: int, dim: int, seed: int) -> np.ndarray:
-    half = _plain(-(-samples // 2), dim, seed)
+def _antithetic(samples: int, dim: int, key: tuple[int, ...]) -> np.ndarray:
+    half = _plain(-(-samples // 2), dim, key)
     return np.stack([half, -half], axis=1).reshape(-1, dim)[:samples]
 
 
-_KINDS: dict[str, Callable[[int, int, int], np.ndarray]] = {
+_KINDS: dict[str, Callable[[int, int, tuple[int, ...]], np.ndarray]] = {
     "plain": _plain,
     "orthogonal": _orthogonal,
     "antithetic": _antithetic,

@@ -94,6 +94,12 @@ class FinetuneConfig:
     rotate: bool | None = setting(
         None, "Rotate training structures at random. Default: only if the backbone is not equivariant."
     )
+    tangent: bool = setting(
+        True,
+        "Add tangent samples after training (method p): the spread then rises out of distribution, and a sample takes "
+        "two passes instead of one.",
+        group="Noise",
+    )
     freeze_backbone: bool = setting(
         False,
         "Train only the parameters the method adds; noise-free predictions change by the offsets alone.",

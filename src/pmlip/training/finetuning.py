@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from pmlip import losses
 from pmlip.backbones.base import weights_hash
 from pmlip.memory import is_out_of_memory
+from pmlip.methods._tangents import balance
 from pmlip.methods.base import FIXED_ATOMS, Initialisation, Method
 from pmlip.noise.draws import SEED_OF_FIT
-from pmlip.structures.atoms import as_structures, subsample
+from pmlip.structures.atoms import Progress, as_structures, subsample
 from pmlip.structures.labels import check_labels, fingerprint, labels
 from pmlip.structures.rotation import random_rotation
 from pmlip.training.baseline import check_validation, fit_offsets_and_measure_errors
@@ -42,6 +43,7 @@ from pmlip.training.run_state import (
 DEFAULT_ERROR = 0.05  # eV/Å, force error to assume if forces are not trained on
 ZERO_SHARE = 0.01  # learning rate of the sample energy offsets, relative to the energy error before fine-tuning
 STRUCTURES_FOR_OFFSETS, SAMPLES_FOR_OFFSETS = 64, 32
+MOST_FOR_BALANCE = 64  # validation structures to balance learned and tangent spread on
 SAVE_EVERY = 60.0  # seconds between saves of the run state
 
 
@@ -54,12 +56,13 @@ def finetune(
     folder: str | Path | None = None,
     processes: Processes | None = None,
     progress: Callable[[int, int, Mapping[str, float]], None] | None = None,
+    fitting: Progress | None = None,
 ) -> Finetuned:
     """Fine-tune a model in place on structures with labels.
 
     The loss scales each label by its error before fine-tuning, which balances energies and forces. The averaged weights
     with the best validation score are kept (without validation data, the last ones). `progress(step, steps, latest)` is
-    called after every step.
+    called after every step, and `fitting(done, total)` after every structure of the fit of tangent samples.
 
     If `folder` is given, the run saves its state there in `last.pt`. To resume an interrupted run, call it again with
     the same data, the same settings, and a model with the same initial weights, for example newly made from the same
@@ -79,6 +82,7 @@ def finetune(
     processes = processes or Processes(next(model.parameters()).device)
     model.history = model.calibration = None  # they describe the weights before this run
     model.training_features = {}
+    learner.forget_tangents()
     runs: list[Finetuned] = []
     parts = learner.parts()
     if folder:
@@ -92,6 +96,8 @@ def finetune(
         part_folder = folder_of_part(Path(folder), number, parts=len(parts)) if folder else None
         own = replace(config, seed=config.seed * len(parts) + number)  # unique for each pair of seed and part
         runs.append(_Run(part, data, held_out, own, part_folder, processes).to_the_end(show))
+    if config.tangent and learner.fit_tangents(data.structures, progress=fitting) and held_out:
+        balance(model, subsample(held_out.structures, MOST_FOR_BALANCE), chunk_atoms=FIXED_ATOMS)
     if held_out:
         learner.fit_on_validation(held_out.structures, train=data.structures)
     done = replace(runs[0], **{name: sum(getattr(run, name) for run in runs) for name in ("seconds", "passes")})
