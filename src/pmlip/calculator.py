@@ -160,8 +160,38 @@ class PMLIPCalculator(Calculator):
         return annotated(atoms, self.results)
 
     def members(self) -> list[Calculator]:
-        """An ASE calculator of the backbone for each of the K samples."""
-        return [self.model.member(k, seed=self.seed).calculator() for k in range(self.samples)]
+        """An ASE calculator for each of the K samples."""
+        return [sample_calculator(self.model, k, seed=self.seed) for k in range(self.samples)]
+
+
+def sample_calculator(model: Method, number: int, *, seed: int = 0) -> Calculator:
+    """An ASE calculator of one sample: of the potential's package if that can hold all of the sample."""
+    if model.members_are_whole:
+        return model.member(number, seed=seed).calculator()
+    return SampleCalculator(model, number, seed=seed)
+
+
+class SampleCalculator(Calculator):
+    """One sample of a model as a potential, with energy, forces and stress."""
+
+    implemented_properties: ClassVar[list[str]] = ["energy", "free_energy", "forces", "stress"]
+
+    def __init__(self, model: Method, number: int, *, seed: int = 0) -> None:
+        super().__init__()
+        self.model, self.number, self.seed = model, number, seed
+
+    def calculate(
+        self,
+        atoms: Atoms | None = None,
+        properties: Sequence[str] = ("energy",),
+        system_changes: Sequence[str] = all_changes,
+    ) -> None:
+        super().calculate(atoms, properties, system_changes)
+        found = self.model.sample_number(self.number, self.atoms, seed=self.seed)
+        self.results = {"energy": float(found.energy[0]), "forces": found.forces.double().numpy()}
+        self.results["free_energy"] = self.results["energy"]
+        if "stress" in found and bool(found.stress.isfinite().all()):
+            self.results["stress"] = found.stress[0].double().numpy()
 
 
 def uncertainties(drawn: Samples, *, conformal: float | None = None) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from ase import Atoms
 from torch import Tensor
 
 from pmlip import metrics
-from pmlip.methods._tangents import balance
+from pmlip.methods._tangents import scale_parts
 from pmlip.methods.base import Method
 from pmlip.provenance import Calibration
 from pmlip.samples import SMALLEST_SPREAD, Outputs, Samples
@@ -73,7 +73,7 @@ def calibrate(
     require_labels(listed, ["forces"])
     model.scale_spread(1.0)  # raises now if the spread cannot be scaled
     target = labels(listed).forces
-    balance(model, listed, samples=count, chunk_atoms=chunk_atoms)
+    scale_parts(model, listed, samples=count, chunk_atoms=chunk_atoms)
     rounds: list[_Round] = []
     factor, step = 1.0, 1.0
     for number in range(ROUNDS):

@@ -18,7 +18,8 @@ from pmlip.errors import CheckpointError
 from pmlip.novelty import TrainingFeatures
 from pmlip.provenance import Calibration, History
 
-FORMAT_VERSION = 4  # 2: energy_zero of potentials, 3: energy_curvature, 4: typed history and calibration, w_z
+# 2: energy_zero of potentials, 3: energy_curvature, 4: typed history and calibration, w_z, 5: tangent samples
+FORMAT_VERSION = 5
 RUN_FORMAT = "pmlip-run"  # format of the saved state of a training run
 
 

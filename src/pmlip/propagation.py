@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from ase.calculators.calculator import Calculator
 
+from pmlip.calculator import sample_calculator
 from pmlip.loading import load
 from pmlip.methods.base import Method
 
@@ -49,7 +50,7 @@ def propagate(
     count = model.spread_samples(samples)
     values = []
     for k in range(count):
-        values.append(np.asarray(function(model.member(k, seed=seed).calculator()), dtype=float))
+        values.append(np.asarray(function(sample_calculator(model, k, seed=seed)), dtype=float))
         if values[k].shape != values[0].shape:
             raise ValueError(
                 f"the function gave shape {values[k].shape} for sample {k} and {values[0].shape} for sample 0; it must "

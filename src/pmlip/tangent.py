@@ -6,38 +6,35 @@ derivative of an output with respect to x at x = 0, and H the sum of J^T J over 
     width J u_k,    u_k ~ N(0, (H + floor I)^-1)
 
 Directions that change the training forces are narrow, all others are wide. So this part of the spread is small on
-structures like the training set and rises elsewhere. J u is a central difference of two passes, which makes each sample
-a weighted sum of two potentials: with r = width / (2 step),
-
-    (1/2 + r) f(w + step S u) + (1/2 - r) f(w - step S u)
-
-A finite change by `width u` would not do: the open directions are so wide that the response is far from linear.
+structures like the training set and rises elsewhere. The energy that it adds is width u_k . dE/dx, and forces and
+stress are its exact derivatives, so each sample remains a potential. A finite change of the weights by `width u` would
+not do: the open directions are so wide that the response is far from linear.
 """
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from ase import Atoms
-from ase.calculators.calculator import Calculator
-from ase.calculators.mixing import LinearCombinationCalculator
 from torch import Tensor, nn
 
-from pmlip.backbones.base import Backbone, Graph, evaluating
+from pmlip.backbones.base import Backbone, Graph, evaluating, stress_of, watch_energies
 from pmlip.curvature import Curvature, CurvatureSum
-from pmlip.structures.atoms import Progress, subsample
+from pmlip.errors import did_you_mean
+from pmlip.noise.site_gradients import sites_of
+from pmlip.structures.atoms import Progress, StructureError, as_structures
 from pmlip.structures.labels import labels
 
 DIMENSIONS = 2048  # of x
-PROBES = 24  # random combinations of the forces of a structure whose derivatives are summed; 16 to 32 are enough
+COVERS = ("all", "sites", "readout", "sites+readout")  # the weights that x changes
 REGULARISATION = 1e-4  # floor, as a multiple of the mean eigenvalue of H
-STRUCTURES_FOR_STEP = 4
-LINEAR = 0.003  # largest deviation of a central difference from the one with half the step, relative to its size
-LARGEST_STEP, SMALLEST_STEP = 1.0, 1e-4
+# Random combinations of the forces of a structure whose derivatives are summed: 16 to 32 are enough for a hundred
+# structures. Larger training sets need fewer for each, because all of them add up.
+MOST_PROBES, FEWEST_PROBES, PROBES_IN_ALL = 24, 4, 8192
+ATOMS_IN_A_BACKWARD_PASS = 64  # atoms times probes; passes of small structures take several probes at once
 
 
 class Tangent(nn.Module):
@@ -49,14 +46,15 @@ class Tangent(nn.Module):
     energy_slope: Tensor  # (dim,) eV per atom: derivative of the mean energy per atom of the training structures
     covered: Tensor  # (parameter,) whether the sketch changes this parameter of the backbone
     width: Tensor  # of the samples; 0: no tangent part
-    step: Tensor  # of the central difference
 
     def __init__(self, rank: int, covered: int, *, dim: int = DIMENSIONS) -> None:
         super().__init__()
-        sizes = {"vectors": (rank, dim), "values": (rank,), "floor": (), "energy_slope": (dim,)}
-        for name, size in (sizes | {"width": (), "step": ()}).items():
-            self.register_buffer(name, torch.zeros(size, dtype=torch.float64 if not size else torch.float32))
+        for name, size in {"vectors": (rank, dim), "values": (rank,), "energy_slope": (dim,)}.items():
+            self.register_buffer(name, torch.zeros(size))
+        for name in ("floor", "width"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.float64))
         self.register_buffer("covered", torch.zeros(covered, dtype=torch.bool))
+        self._sketch: Sketch | None = None
 
     @property
     def dim(self) -> int:
@@ -69,66 +67,89 @@ class Tangent(nn.Module):
     def direction(self, draw: Tensor) -> Tensor:
         """u = (H + floor I)^-1/2 draw for a draw (dim,), in double precision."""
         draw, vectors = draw.to(self.vectors.device, torch.float64), self.vectors.double()
-        scale = self.values.double().rsqrt() - self.floor.rsqrt()
-        return (scale * (vectors @ draw)) @ vectors + self.floor.rsqrt() * draw
+        floor = self.floor.double()
+        scale = self.values.double().rsqrt() - floor.rsqrt()
+        return (scale * (vectors @ draw)) @ vectors + floor.rsqrt() * draw
 
-    @property
-    def weights(self) -> tuple[float, float]:
-        """Weights of the two potentials of a sample, with the weights w + step S u and w - step S u."""
-        ratio = float(self.width / (2 * self.step))
-        return 0.5 + ratio, 0.5 - ratio
+    def changes(self, backbone: Backbone, graph: Graph, draws: Tensor) -> dict[str, Tensor]:
+        """The tangent part of the outputs for each draw (sample, dim), with the sample axis first.
 
-    def energy_shift(self, direction: Tensor) -> float:
-        """Energy per atom that the change step S u adds to the training structures on average."""
-        return float(self.step * (self.energy_slope.double() @ direction))
+        Energies change by nothing that all training structures have in common, because no force depends on it. One pass
+        is shared by all samples; each sample then takes one more backward pass.
+        """
+        pairs = zip(weights_of(backbone), self.covered.tolist(), strict=True)
+        weights = [weight for (_, weight), use in pairs if use]
+        if self._sketch is None or self._sketch.device != weights[0].device:
+            self._sketch = Sketch(weights, self.dim)
+        atoms = torch.bincount(graph.rows["node"], minlength=graph.systems)
+        samples = []
+        with _requiring_gradients(weights), torch.enable_grad():
+            linear = _Linearised(backbone, graph, weights)
+            for draw in draws:
+                x = self.width.double() * self.direction(draw)
+                change = linear.along(self._sketch.spread(x))
+                common = (self.energy_slope.double() @ x).to(change["energy"])
+                samples.append(change | {"energy": change["energy"] - atoms * common})
+        return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
-    @contextlib.contextmanager
-    def moved(self, backbone: Backbone, direction: Tensor) -> Iterator[None]:
-        """Inside the block, the weights of the backbone are w + step S u."""
-        weights = self._weights(backbone)
-        before = [weight.data for weight in weights]
-        try:
-            for weight, change in zip(weights, Sketch(weights, self.dim).spread(self.step * direction), strict=True):
-                weight.data = weight.data + change
-            yield
-        finally:
-            for weight, value in zip(weights, before, strict=True):
-                weight.data = value
-
-    def _weights(self, backbone: Backbone) -> list[nn.Parameter]:
-        return [weight for weight, use in zip(weights_of(backbone), self.covered.tolist(), strict=True) if use]
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_sketch": None}  # large; copies make it again
 
     @classmethod
     def stored(cls, state: dict[str, Any], prefix: str) -> "Tangent | None":
-        """An empty Tangent with the sizes of a state dict, which holds its tensors under this prefix; None: it holds none."""
+        """A Tangent with the sizes of a state dict that holds its tensors under this prefix; None if it holds none."""
         if f"{prefix}vectors" not in state:
             return None
         rank, dim = state[f"{prefix}vectors"].shape
         return cls(rank, len(state[f"{prefix}covered"]), dim=dim)
 
 
-@dataclass(frozen=True)
-class Pair:
-    """One sample as two ordinary potentials, whose outputs are added with these weights."""
+class _Linearised:
+    """The outputs of a potential as a linear function of changes of its weights.
 
-    potentials: tuple[Backbone, Backbone]
-    weights: tuple[float, float]
+    A backward pass gives the derivatives by the weights, multiplied by factors of 1 that the outputs get for this
+    purpose. A second one, of these derivatives along a change of the weights, gives the change of each output as the
+    derivative by its factor. The forces and stress of a conservative potential are derivatives by positions and strain.
+    """
 
-    def calculator(self) -> Calculator:
-        """An ASE calculator of the sample."""
-        return LinearCombinationCalculator([potential.calculator() for potential in self.potentials], self.weights)
+    def __init__(self, backbone: Backbone, graph: Graph, weights: Sequence[Tensor]) -> None:
+        with watch_energies() as seen:
+            outputs = backbone(graph)
+        self._energies = seen[0] if seen else None
+        named = {"energy": outputs["energy"]} if seen else outputs
+        self._factors = {name: torch.ones_like(value).requires_grad_() for name, value in named.items()}
+        total = sum((value * self._factors[name]).sum() for name, value in named.items())
+        self._slopes = torch.autograd.grad(total, weights, create_graph=True, materialize_grads=True)
+        self._has_stress = "stress" in outputs
+
+    def along(self, change: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The change of each output for this change of each weight."""
+        inputs = list(self._factors.values())
+        if self._energies is not None:
+            inputs += [self._energies.positions, self._energies.strain]
+        along = [part.to(slope) for part, slope in zip(change, self._slopes, strict=True)]
+        found = torch.autograd.grad(
+            self._slopes, inputs, along, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        changes = dict(zip(self._factors, found, strict=False))
+        if self._energies is not None:
+            gradient, virial = found[-2:]
+            changes["forces"] = -gradient
+            if self._has_stress:
+                changes["stress"] = stress_of(virial, self._energies.volume)
+        return changes
 
 
 class Sketch:
     """S: adds each entry of x to many weights, with random signs that never change."""
 
     def __init__(self, weights: Sequence[Tensor], dim: int) -> None:
-        self._like, self._dim = list(weights), dim
+        self._shapes, self._dim = [weight.shape for weight in weights], dim
         random = np.random.default_rng(0)
-        device = self._like[0].device
+        self.device = weights[0].device
         count = sum(weight.numel() for weight in weights)
-        self._entry = torch.from_numpy(random.integers(dim, size=count)).to(device)
-        self._sign = torch.from_numpy(random.integers(2, size=count, dtype=np.int8) * 2 - 1).to(device)
+        self._entry = torch.from_numpy(random.integers(dim, size=count, dtype=np.int32)).to(self.device)
+        self._sign = torch.from_numpy(random.integers(2, size=count, dtype=np.int8) * 2 - 1).to(self.device)
 
     def gather(self, gradients: Sequence[Tensor]) -> Tensor:
         """S^T g: the derivative with respect to x, (dim,), from the derivatives with respect to the weights."""
@@ -137,40 +158,47 @@ class Sketch:
 
     def spread(self, x: Tensor) -> list[Tensor]:
         """S x: the change of each weight."""
-        flat = x.index_select(0, self._entry) * self._sign
-        parts = flat.split([weight.numel() for weight in self._like])
-        return [part.view(weight.shape).to(weight) for part, weight in zip(parts, self._like, strict=True)]
+        flat = x.float().index_select(0, self._entry) * self._sign
+        parts = flat.split([shape.numel() for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
 
-def weights_of(backbone: Backbone) -> list[nn.Parameter]:
-    """All parameters of the potential itself, without the parameters of its noise."""
-    return [weight for name, weight in backbone.named_parameters() if not name.endswith("noise_weight")]
+def weights_of(backbone: Backbone) -> list[tuple[str, nn.Parameter]]:
+    """Names and values of all parameters of the potential itself, without the parameters of its noise."""
+    return [(name, weight) for name, weight in backbone.named_parameters() if not name.endswith("noise_weight")]
 
 
 def tangents_of(model: nn.Module) -> list[Tangent]:
+    """The tangent distributions of a model: one for P, one for each member of an ensemble of P."""
     return [module for module in model.modules() if isinstance(module, Tangent)]
 
 
-def fit(backbone: Backbone, train: Sequence[Atoms], *, progress: Progress | None = None) -> Tangent:
+def fit(backbone: Backbone, train: Sequence[Atoms], *, cover: str = "all", progress: Progress | None = None) -> Tangent:
     """The tangent distribution of a potential, from the derivatives of its forces on the training structures.
 
     Its width is the root mean square force error on these structures; `pmlip.calibrate` fits it to validation data.
-    progress(done, total) counts structures.
+    cover: the weights that change, one of COVERS. progress(done, total) counts structures.
     """
+    if cover not in COVERS:
+        raise ValueError(f"cover must be one of {', '.join(COVERS)}, got cover={cover!r}{did_you_mean(cover, COVERS)}")
     if not len(train):
-        raise ValueError("the tangent of a potential needs training structures, got none")
+        raise ValueError("tangent samples need training structures, got none")
+    train = as_structures(train)
     weights = weights_of(backbone)
-    with evaluating(backbone), _requiring_gradients(weights):
-        covered = _that_change_forces(backbone, weights, train[0])
+    with evaluating(backbone), _requiring_gradients([weight for _, weight in weights]):
+        covered = _covered(backbone, weights, train, cover)
         if not any(covered):
-            raise ValueError("no weight of this potential changes its forces, so it has no tangent")
-        chosen = [weight for weight, use in zip(weights, covered, strict=True) if use]
+            raise ValueError(f"no weight changes the forces (cover={cover!r}), so there are no tangent samples")
+        chosen = [weight for (_, weight), use in zip(weights, covered, strict=True) if use]
         sketch = Sketch(chosen, DIMENSIONS)
         total = CurvatureSum(DIMENSIONS, centred=False, regularisation=REGULARISATION)
         slope, square, count = torch.zeros(DIMENSIONS, dtype=torch.float64), 0.0, 0
-        for done, atoms in enumerate(train, start=1):
-            outputs = _outputs(backbone, backbone.graph([atoms]))
-            rows = _force_rows(outputs["forces"], chosen, sketch, seed=done)
+        probes = min(MOST_PROBES, max(FEWEST_PROBES, PROBES_IN_ALL // len(train)))
+        for index, atoms in enumerate(train):
+            outputs = _outputs(backbone, _graph(backbone, atoms, index))
+            rows = _force_rows(outputs["forces"], chosen, sketch, probes=probes, seed=index)
+            if not bool(rows.isfinite().all()):
+                raise StructureError(atoms, index, "the derivatives of its forces are NaN or infinite")
             total.add(rows)
             energy = torch.autograd.grad(outputs["energy"].sum(), chosen, materialize_grads=True, allow_unused=True)
             slope += sketch.gather(energy).cpu() / (len(atoms) * len(train))
@@ -178,13 +206,11 @@ def fit(backbone: Backbone, train: Sequence[Atoms], *, progress: Progress | None
             error = error[error.isfinite()]
             square, count = square + float(error.square().sum()), count + error.numel()
             if progress:
-                progress(done, len(train))
+                progress(index + 1, len(train))
     found = _as_module(total.curvature(), covered)
     found.energy_slope.copy_(slope)
     found.width.fill_(math.sqrt(square / count) if count else 1.0)
-    found.to(weights[0].device)
-    found.step.fill_(_step(backbone, found, subsample(train, STRUCTURES_FOR_STEP)))
-    return found
+    return found.to(chosen[0].device)
 
 
 def _as_module(curvature: Curvature, covered: Sequence[bool]) -> Tangent:
@@ -196,43 +222,71 @@ def _as_module(curvature: Curvature, covered: Sequence[bool]) -> Tangent:
     return found
 
 
+def _graph(backbone: Backbone, atoms: Atoms, index: int) -> Graph:
+    try:
+        return backbone.graph([atoms])
+    except StructureError as error:
+        raise error.after(index) from None
+
+
 def _outputs(backbone: Backbone, graph: Graph) -> dict[str, Tensor]:
     with torch.enable_grad():
         return backbone(graph)
 
 
-def _force_rows(forces: Tensor, weights: Sequence[Tensor], sketch: Sketch, *, seed: int) -> Tensor:
+def _force_rows(forces: Tensor, weights: Sequence[Tensor], sketch: Sketch, *, probes: int, seed: int) -> Tensor:
     """Rows whose sum of g g^T is J^T J of these forces: of each component, or of random combinations if there are many.
 
     For random signs v, the mean of (J^T v) (J^T v)^T is J^T J.
     """
     count = forces.numel()
-    if count <= PROBES:
-        probes = torch.eye(count)
+    if count <= probes:
+        combinations = torch.eye(count)
     else:
         generator = torch.Generator().manual_seed(seed)
-        probes = (2.0 * torch.randint(2, (PROBES, count), generator=generator) - 1) / math.sqrt(PROBES)
+        combinations = (2.0 * torch.randint(2, (probes, count), generator=generator) - 1) / math.sqrt(probes)
+    along = combinations.view(-1, *forces.shape).to(forces)
     rows = []
-    for probe in probes:
+    for part in along.split(max(1, ATOMS_IN_A_BACKWARD_PASS // len(forces))):
         found = torch.autograd.grad(
-            forces, weights, probe.view(forces.shape).to(forces), retain_graph=True, materialize_grads=True
+            forces,
+            weights,
+            part,
+            retain_graph=True,
+            is_grads_batched=True,
+            allow_unused=True,
+            materialize_grads=True,
         )
-        rows.append(sketch.gather(found).cpu())
+        rows += [sketch.gather([gradient[i] for gradient in found]).cpu() for i in range(len(part))]
     return torch.stack(rows)
 
 
-def _that_change_forces(backbone: Backbone, weights: Sequence[Tensor], atoms: Atoms) -> list[bool]:
-    """Whether each weight changes forces. The others set reference energies or other outputs, or are not used."""
-    moved = atoms.copy()
+def _covered(
+    backbone: Backbone, weights: Sequence[tuple[str, nn.Parameter]], train: Sequence[Atoms], cover: str
+) -> list[bool]:
+    """Whether the sketch changes each weight: only weights that change forces, in the layers that `cover` names.
+
+    The others set reference energies or other outputs, or are not used.
+    """
+    moved = max(train, key=len).copy()
     moved.rattle(0.05, seed=0)  # forces that are zero by symmetry respond to nothing
     forces = _outputs(backbone, backbone.graph([moved]))["forces"]
     probe = torch.randn(forces.shape, generator=torch.Generator().manual_seed(0)).to(forces)
-    found = torch.autograd.grad(forces, weights, probe, materialize_grads=True, allow_unused=True)
-    return [bool(gradient.any()) for gradient in found]
+    values = [weight for _, weight in weights]
+    found = torch.autograd.grad(forces, values, probe, materialize_grads=True, allow_unused=True)
+    layers = {
+        "sites": [site.name for site in sites_of(backbone.module, backbone.sites())],
+        "readout": [readout.name for readout in backbone.readouts()],
+    }
+    inside = tuple(f"module.{name}." for part in cover.split("+") for name in layers.get(part, []))
+    return [
+        bool(gradient.any()) and (cover == "all" or name.startswith(inside))
+        for (name, _), gradient in zip(weights, found, strict=True)
+    ]
 
 
 @contextlib.contextmanager
-def _requiring_gradients(weights: Sequence[nn.Parameter]) -> Iterator[None]:
+def _requiring_gradients(weights: Iterable[Tensor]) -> Iterator[None]:
     """Weights that a package freezes, such as reference energies, may enter the forces too."""
     frozen = [weight for weight in weights if not weight.requires_grad]
     for weight in frozen:
@@ -242,29 +296,3 @@ def _requiring_gradients(weights: Sequence[nn.Parameter]) -> Iterator[None]:
     finally:
         for weight in frozen:
             weight.requires_grad_(False)
-
-
-@torch.no_grad()
-def _step(backbone: Backbone, tangent: Tangent, structures: Sequence[Atoms]) -> float:
-    """The largest step whose central difference agrees with the one of half the step: larger ones round off less."""
-    graph = backbone.graph(structures)
-    draw = torch.randn(tangent.dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    direction = tangent.direction(draw)
-    with evaluating(backbone):
-        step, found = LARGEST_STEP, _derivative(backbone, tangent, graph, direction, LARGEST_STEP)
-        while step > SMALLEST_STEP:
-            finer = _derivative(backbone, tangent, graph, direction, step / 2)
-            if bool((found - finer).norm() <= LINEAR * finer.norm()):
-                break
-            step, found = step / 2, finer
-    return step
-
-
-def _derivative(backbone: Backbone, tangent: Tangent, graph: Graph, direction: Tensor, step: float) -> Tensor:
-    """J u of the forces."""
-    tangent.step.fill_(step)
-    sides = []
-    for sign in (1, -1):
-        with tangent.moved(backbone, sign * direction):
-            sides.append(backbone(graph)["forces"].double())
-    return (sides[0] - sides[1]) / (2 * step)

@@ -220,7 +220,7 @@ def silica(
             stress_key=stress_key,
             test=SilicaSettings.test if test is None else test,
             test_samples=samples,
-            config=FinetuneConfig(steps=steps, batch=batch, chunk=chunk),
+            config=FinetuneConfig(steps=steps, batch=batch, chunk=chunk, tangent=False),
         ),
         names=_listed(methods),
         sizes=_whole_numbers(sizes),

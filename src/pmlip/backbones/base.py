@@ -5,6 +5,7 @@ import hashlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,7 @@ def conservative_outputs(
     digit when several threads add to a row. volume (system,) is NaN for a structure without a cell; its stress is NaN
     too. The outputs are part of the autograd graph only if gradients are enabled.
     """
-    differentiable = torch.is_grad_enabled()
+    watched, differentiable = _watched.get(), torch.is_grad_enabled()
     with torch.enable_grad():
         positions = positions.detach().requires_grad_()
         strain = torch.zeros_like(cell).requires_grad_()
@@ -189,14 +190,51 @@ def conservative_outputs(
         moved = times_own(positions, deformation, graph.rows["node"])
         total = energy(moved, cell @ deformation)
         gradient, virial = torch.autograd.grad(
-            total.sum(), [positions, strain], create_graph=differentiable, materialize_grads=True
+            total.sum(),
+            [positions, strain],
+            create_graph=differentiable and watched is None,
+            retain_graph=differentiable,
+            materialize_grads=True,
         )
-        # set NaN last: dividing by a NaN volume would make all gradients NaN
-        stress = virial / volume.nan_to_num(nan=1.0)[:, None, None]
-        voigt = (stress + stress.mT).flatten(1)[:, [0, 4, 8, 5, 2, 1]] / 2
-        voigt = voigt.masked_fill(volume.isnan()[:, None], torch.nan)
-    outputs = {"energy": total, "forces": -gradient, "stress": voigt}
+        outputs = {"energy": total, "forces": -gradient, "stress": stress_of(virial, volume)}
+    if watched is not None:
+        watched.append(Energies(total, positions, strain, volume))
     return outputs if differentiable else {name: value.detach() for name, value in outputs.items()}
+
+
+@dataclass(frozen=True)
+class Energies:
+    """The energies of a batch, and the variables that they depend on."""
+
+    total: Tensor  # (system,)
+    positions: Tensor  # (node, 3)
+    strain: Tensor  # (system, 3, 3)
+    volume: Tensor  # (system,)
+
+
+_watched: ContextVar[list[Energies] | None] = ContextVar("watched", default=None)
+
+
+@contextlib.contextmanager
+def watch_energies() -> Iterator[list[Energies]]:
+    """Collect the energies of conservative potentials in the passes inside the block; the list stays empty for others.
+
+    Forces and stress of these passes are then not part of the autograd graph, but the energies are.
+    """
+    found: list[Energies] = []
+    token = _watched.set(found)
+    try:
+        yield found
+    finally:
+        _watched.reset(token)
+
+
+def stress_of(virial: Tensor, volume: Tensor) -> Tensor:
+    """Return the stress (system, 6) in Voigt order; virial (system, 3, 3) is the derivative of the energy by strain."""
+    # set NaN last: dividing by a NaN volume would make all gradients NaN
+    stress = virial / volume.nan_to_num(nan=1.0)[:, None, None]
+    voigt = (stress + stress.mT).flatten(1)[:, [0, 4, 8, 5, 2, 1]] / 2
+    return voigt.masked_fill(volume.isnan()[:, None], torch.nan)
 
 
 @contextlib.contextmanager

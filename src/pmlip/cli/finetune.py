@@ -27,7 +27,7 @@ from pmlip.cli.options import (
     options_of,
     print_json,
 )
-from pmlip.cli.progress import progress_bar, resumable
+from pmlip.cli.progress import counter, progress_bar, resumable
 from pmlip.training.config import FinetuneConfig
 
 if TYPE_CHECKING:
@@ -176,7 +176,14 @@ def finetune(
         with resumable(console), warnings.catch_warnings(), _in_files(files):
             warnings.showwarning = lambda message, *_: console.print(f"warning: {train}: {message}", markup=False)
             result = finetuning.finetune(
-                trained, structures, valid=held_out, config=config, folder=out, processes=processes, progress=show
+                trained,
+                structures,
+                valid=held_out,
+                config=config,
+                folder=out,
+                processes=processes,
+                progress=show,
+                fitting=counter(bar, "tangent samples"),
             )
     processes.stop()
     if processes.rank:

@@ -29,7 +29,7 @@ def fold(
     """Write one sample of a model as an ordinary file of the potential's own package.
 
     A sample of CHGNet or Orb can then be used without pmlip. A sample of MACE still needs pmlip, and the file format of
-    SevenNet cannot store one.
+    SevenNet cannot store one. The tangent part of a sample is left out: no ordinary potential can hold it.
 
     Example: pmlip fold p-chgnet/model.pt --sample 3 --out sample-3.pth.tar
     """
@@ -44,4 +44,12 @@ def fold(
     folded.save(out)
     backbone = f"{folded.name}:{folded.variant}"
     console.print(f"sample {sample} of seed {seed} was written to {out} as an ordinary {backbone}")
-    print_json({"backbone": backbone, "sample": sample, "seed": seed, "out": str(out)}, as_json)
+    if not loaded.members_are_whole:
+        console.print(
+            "The file leaves out the tangent part of the sample, so it varies too little on structures unlike the "
+            "training set. For whole samples, use PMLIPCalculator.members or propagate in Python."
+        )
+    print_json(
+        {"backbone": backbone, "sample": sample, "seed": seed, "out": str(out), "whole": loaded.members_are_whole},
+        as_json,
+    )

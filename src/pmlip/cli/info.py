@@ -28,6 +28,7 @@ def info(model: Model, as_json: AsJson = False) -> None:
         "parameters": sum(value.numel() for value in content.state.values()),
         "noise": {"dimension": settings["noise_dim"], "sites": len(settings["sites"])} if "sites" in settings else {},
         "options": settings.get("options", {}),
+        "tangent_samples": any(name.endswith("tangent.width") and value > 0 for name, value in content.state.items()),
         **made,
         "calibrated": content.calibration is not None,
         "novelty": {kind: one.describe() for kind, one in content.training_features.items()},

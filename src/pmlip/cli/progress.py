@@ -32,9 +32,9 @@ def resumable(console: Console) -> Iterator[None]:
 
 
 def counter(bar: Progress, what: str, total: int | None = None) -> Callable[[int, int | None], None]:
-    """A new line of the bar, and the function (done, total) that moves it."""
-    return partial(_move, bar, bar.add_task(what, total=total))
+    """The function (done, total) that moves a new line of the bar; the line appears with its first call."""
+    return partial(_move, bar, bar.add_task(what, total=total, visible=False))
 
 
 def _move(bar: Progress, task: TaskID, done: int, total: int | None) -> None:
-    bar.update(task, completed=done, total=total)
+    bar.update(task, completed=done, total=total, visible=True)

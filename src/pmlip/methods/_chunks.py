@@ -47,21 +47,20 @@ def run_in_chunks(
     sizes: Sequence[int],
     noise: Tensor,
     chunk: ChunkSize,
-    separate: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Tensor]:
     """Outputs (sample, system or atom, ...) of every system with every row of the noise.
 
     build(start, stop) makes the graph of systems start to stop - 1. forward(graph, noise) returns outputs with the
-    sample axis first. separate: whether a pass takes a single sample. progress(done, total) counts systems.
+    sample axis first. progress(done, total) counts systems.
     """
-    parts, start, most = [], 0, 1 if separate else len(noise)
+    parts, start = [], 0
     while start < len(sizes):
         stop, atoms = start + 1, sizes[start]
-        while stop < len(sizes) and (atoms + sizes[stop]) * most <= chunk.atoms:
+        while stop < len(sizes) and (atoms + sizes[stop]) * len(noise) <= chunk.atoms:
             atoms += sizes[stop]
             stop += 1
-        parts.append(_run_group(build, forward, sizes, start, stop, noise, chunk, most))
+        parts.append(_run_group(build, forward, sizes, start, stop, noise, chunk))
         start = stop
         if progress:
             progress(start, len(sizes))
@@ -76,14 +75,12 @@ def _run_group(
     stop: int,
     noise: Tensor,
     chunk: ChunkSize,
-    most: int,
 ) -> Mapping[str, Tensor]:
-    """Outputs of systems start to stop - 1, with at most `most` samples in a pass."""
     graph, atoms = build(start, stop), sum(sizes[start:stop])
     parts: list[Mapping[str, Tensor]] = []
     done = 0
     while done < len(noise):
-        copies = max(1, min(len(noise) - done, chunk.atoms // atoms, most))
+        copies = max(1, min(len(noise) - done, chunk.atoms // atoms))
         began = time.perf_counter()
         try:
             parts.append(forward(graph, noise[done : done + copies]))
@@ -103,7 +100,7 @@ def _run_group(
         if copies == 1:
             middle = (start + stop) // 2
             halves = [
-                _run_group(build, forward, sizes, first, last, noise[done:], chunk, most)
+                _run_group(build, forward, sizes, first, last, noise[done:], chunk)
                 for first, last in ((start, middle), (middle, stop))
             ]
             parts.append(join(halves, axis=1))

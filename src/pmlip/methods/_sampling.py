@@ -24,13 +24,12 @@ def run(
     draws: Tensor | None,
     *,
     row_noise: bool,
-    separate: bool,
     chunk_atoms: int | None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Tensor]:
     """Outputs (sample, system or atom, ...) of every structure with every draw; draws=None: one sample without noise.
 
-    row_noise, separate: `Method.row_noise` and `Method.separate_passes`.
+    row_noise: whether the noise is drawn per batch row.
     """
     if chunk_atoms is not None and chunk_atoms < 1:
         raise ValueError(f"chunk_atoms must be at least 1, got chunk_atoms={chunk_atoms}")
@@ -57,7 +56,6 @@ def run(
             sizes=[len(atoms) for atoms in structures],
             noise=noise,
             chunk=chunk,
-            separate=separate,
             progress=progress,
         )
     _refuse_non_finite(outputs, structures)

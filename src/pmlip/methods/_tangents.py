@@ -1,4 +1,4 @@
-"""Balance the learned spread and the tangent spread of a model on validation data."""
+"""Fit tangent samples after training, and balance them with the learned spread on validation data."""
 
 from collections.abc import Sequence
 
@@ -6,19 +6,40 @@ import numpy as np
 from ase import Atoms
 from torch import Tensor
 
-from pmlip.methods.base import Method
+from pmlip.methods.base import FIXED_ATOMS, Method
 from pmlip.noise.draws import SEED_OF_FIT
 from pmlip.scores import fair_crps
+from pmlip.structures.atoms import Progress, subsample
 from pmlip.structures.labels import labels
-from pmlip.tangent import tangents_of
+from pmlip.tangent import Tangent, tangents_of
 
+MOST_STRUCTURES = 64  # validation structures to set the scales with
 TOLERANCE = 0.01  # the CRPS may be higher than the lowest CRPS by this fraction
 LEARNED = np.linspace(0.2, 1.4, 13)  # factors on the learned spread
 # root mean square of the tangent spread, in units of the force error
 TANGENT = np.concatenate([[0.0], np.geomspace(0.05, 2.0, 17)])
 
 
-def balance(model: Method, valid: Sequence[Atoms], *, samples: int = 16, chunk_atoms: int | None = None) -> None:
+def add_tangents(
+    model: Method,
+    train: Sequence[Atoms],
+    valid: Sequence[Atoms] = (),
+    *,
+    cover: str = "all",
+    progress: Progress | None = None,
+) -> bool:
+    """Fit the tangent samples of a model to training structures and their scale to validation structures.
+
+    Returns False if the method has none. cover: see `pmlip.tangent.fit`. progress(done, total) counts structures.
+    """
+    if not model.learner().fit_tangents(train, cover=cover, progress=progress):
+        return False
+    if valid:
+        scale_parts(model, subsample(valid, MOST_STRUCTURES), chunk_atoms=FIXED_ATOMS)
+    return True
+
+
+def scale_parts(model: Method, valid: Sequence[Atoms], *, samples: int = 16, chunk_atoms: int | None = None) -> None:
     """Scale both parts: the largest tangent part whose force CRPS on these structures is within 1 % of the lowest.
 
     Structures like the training set hardly constrain the tangent part, because it is small on them. It matters out of
@@ -29,23 +50,25 @@ def balance(model: Method, valid: Sequence[Atoms], *, samples: int = 16, chunk_a
     known = target.isfinite()
     if not tangents or not known.any():
         return
-    widths = [float(tangent.width) for tangent in tangents]
+    widths = [float(tangent.width) or 1.0 for tangent in tangents]
+    _set_widths(tangents, widths)
     drawn = model.sample(valid, samples=samples, seed=SEED_OF_FIT, chunk_atoms=chunk_atoms).forces[:, known]
-    for tangent in tangents:
-        tangent.width.zero_()
+    _set_widths(tangents, [0.0] * len(tangents))
     learned, mean = model.sample_with_mean(valid, samples=samples, seed=SEED_OF_FIT, chunk_atoms=chunk_atoms)
-    for tangent, width in zip(tangents, widths, strict=True):
-        tangent.width.fill_(width)
     expected = mean.forces[known].double()
     own = learned.forces[:, known].double() - expected
     tangent_part = drawn.double() - learned.forces[:, known].double()
-    factor, scale = _best(own, tangent_part, target[known] - expected)
+    factor, scale = best_scales(own, tangent_part, target[known] - expected)
     model.scale_spread(factor)
+    _set_widths(tangents, [width * scale for width in widths])
+
+
+def _set_widths(tangents: Sequence[Tangent], widths: Sequence[float]) -> None:
     for tangent, width in zip(tangents, widths, strict=True):
-        tangent.width.fill_(width * scale)
+        tangent.width.fill_(width)
 
 
-def _best(learned: Tensor, tangent: Tensor, error: Tensor) -> tuple[float, float]:
+def best_scales(learned: Tensor, tangent: Tensor, error: Tensor) -> tuple[float, float]:
     """Factors on the learned and on the tangent deviations (sample, entry) of the samples from their mean."""
     unit = float(error.square().mean().sqrt() / tangent.square().mean().sqrt().clamp(min=1e-12))
     table = [

@@ -23,7 +23,6 @@ from pmlip.novelty import KINDS, Novelty, TrainingFeatures, default_kind, fit, r
 from pmlip.provenance import Calibration, History
 from pmlip.samples import UNTRAINED, Outputs, Samples
 from pmlip.structures.atoms import Progress, as_structures, system_index
-from pmlip.tangent import Pair
 
 USUAL_SAMPLES = 16  # default number of samples
 FIXED_ATOMS = 512  # atoms per pass where results must be bitwise reproducible, since batching changes rounding
@@ -37,7 +36,6 @@ class Method(nn.Module, ABC):
     fixed_samples: int | None = None  # number of samples, if the method fixes it
     one_pass = False  # whether all samples come from one forward pass; `predict` then gives their exact mean
     row_noise = False  # whether noise is drawn per batch row; then samples depend on all structures of a call
-    separate_passes = False  # whether samples have different weights, so that one pass cannot compute several
     origin: checkpoint.Origin  # the backbone it was made from
     history: History | None = None  # how it was fine-tuned
     calibration: Calibration | None = None  # how its spread was scaled
@@ -68,8 +66,13 @@ class Method(nn.Module, ABC):
         """Whether its spread was learned; a spread before training is meaningless."""
         return True
 
-    def member(self, number: int, *, seed: int = 0) -> Backbone | Pair:
-        """Sample `number` of this seed as an ordinary potential, or as a weighted pair of them."""
+    @property
+    def members_are_whole(self) -> bool:
+        """Whether an ordinary potential can hold all of a sample; if not, `member` leaves out its tangent part."""
+        return True
+
+    def member(self, number: int, *, seed: int = 0) -> Backbone:
+        """Sample `number` of this seed as an ordinary potential."""
         raise ValueError(f"samples of {self.name} cannot be exported: their noise is drawn per batch row")
 
     def counterweights(self, draws: Tensor) -> tuple[Tensor, Tensor]:
@@ -233,6 +236,11 @@ class Method(nn.Module, ABC):
     def _count(self, samples: int | None) -> int:
         return (self.fixed_samples or USUAL_SAMPLES) if samples is None else samples
 
+    def sample_number(self, number: int, structures: Atoms | Iterable[Atoms], *, seed: int = 0) -> Outputs:
+        """The outputs of sample `number` of this seed alone."""
+        drawn = self._samples(structures, self.draw(number + 1, seed=seed)[number:], None, None)
+        return Outputs({name: value[0] for name, value in drawn.items()}, drawn.system)
+
     def _samples(
         self, structures: Atoms | Iterable[Atoms], draws: Tensor, chunk_atoms: int | None, progress: Progress | None
     ) -> Samples:
@@ -253,7 +261,6 @@ class Method(nn.Module, ABC):
             structures,
             draws,
             row_noise=self.row_noise,
-            separate=self.separate_passes,
             chunk_atoms=chunk_atoms,
             progress=progress,
         )
@@ -315,7 +322,7 @@ class Learner:
         """Align the energy offsets of the samples after training; returns False if samples have no offsets."""
         return False
 
-    def fit_tangents(self, train: Sequence[Atoms], *, progress: Progress | None = None) -> bool:
+    def fit_tangents(self, train: Sequence[Atoms], *, cover: str = "all", progress: Progress | None = None) -> bool:
         """Fit tangent samples to the forces of the training structures; returns False if the method has none."""
         return False
 

@@ -12,7 +12,6 @@ from pmlip import checkpoint
 from pmlip.backbones.base import Backbone, Graph
 from pmlip.methods.base import BuiltFrom, Learner, Method
 from pmlip.methods.deterministic import Deterministic
-from pmlip.tangent import Pair
 
 BUILT_FROM = BuiltFrom("deterministic", several=True)
 
@@ -25,7 +24,6 @@ def checked_count(members: float) -> int:
 
 class Ensemble(Method):
     name = "ensemble"
-    separate_passes = True
 
     def __init__(self, backbone: Backbone, *, members: int = 3) -> None:
         self._hold(backbone, [Deterministic(backbone) for _ in range(checked_count(members))])
@@ -63,7 +61,7 @@ class Ensemble(Method):
     def parts(self) -> list[Method]:
         return list(self.members)  # type: ignore[arg-type]  # ModuleList is not generic
 
-    def member(self, number: int, *, seed: int = 0) -> Backbone | Pair:
+    def member(self, number: int, *, seed: int = 0) -> Backbone:
         last = len(self.members) - 1
         if not 0 <= number <= last:
             raise ValueError(f"the members of this ensemble are numbered 0 to {last}, got number={number}")

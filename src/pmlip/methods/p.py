@@ -16,7 +16,7 @@ from pmlip.noise.injection import Site, Sites, find_sites
 from pmlip.perturbed import Perturbed
 from pmlip.samples import Samples
 from pmlip.structures.atoms import Progress, as_structures, subsample
-from pmlip.tangent import Pair, Tangent, fit
+from pmlip.tangent import Tangent, fit
 
 ATOMS_IN_A_GRADIENT = 64  # atoms times samples per pass
 STRUCTURES_FOR_ZERO = 2  # enough, since all structures share the energy offset of a sample
@@ -68,22 +68,11 @@ class Potential(Perturbed, Method):
 
     def _with_tangent(self, graph: Graph, draws: Tensor, tangent: Tangent) -> dict[str, Tensor]:
         noise, free = draws.split([self.noise.dim, tangent.dim], 1)
+        outputs = self(graph, noise)
         if not tangent.active:
-            return self(graph, noise)
-        atoms, samples = torch.bincount(graph.rows["node"], minlength=graph.systems), []
-        for e, draw in zip(noise, free, strict=True):
-            direction, sides = tangent.direction(draw), []
-            for sign in (1, -1):
-                with tangent.moved(self.backbone, sign * direction):
-                    side = self(graph, e[None])
-                side["energy"] = side["energy"] - atoms * tangent.energy_shift(sign * direction)
-                sides.append(side)
-            ahead, behind = tangent.weights
-            samples.append(
-                {name: (ahead * sides[0][name].double() + behind * sides[1][name].double()) for name in sides[0]}
-            )
-        like = {name: value.dtype for name, value in sides[0].items()}
-        return {name: torch.cat([sample[name] for sample in samples]).to(dtype) for name, dtype in like.items()}
+            return outputs
+        changes = tangent.changes(self.backbone, graph, free)
+        return {name: value + changes[name].to(value) for name, value in outputs.items()}
 
     def _zero(self, noise: Tensor) -> Tensor:
         """Energy offset in eV per atom for draws e (..., noise)."""
@@ -117,13 +106,13 @@ class Potential(Perturbed, Method):
             if curvature is not None:
                 self.energy_curvature.sub_((to_z.T @ curvature @ to_z).to(self.energy_curvature))
 
-    def fit_tangent(self, train: Iterable[Atoms], *, progress: Progress | None = None) -> None:
+    def fit_tangent(self, train: Iterable[Atoms], *, cover: str = "all", progress: Progress | None = None) -> None:
         """Add tangent samples, whose spread rises out of distribution; train: the training structures, with forces.
 
-        A sample then takes two passes. `pmlip.calibrate` fits the width. progress(done, total) counts structures.
+        A sample then costs about two passes. Call `pmlip.calibrate` afterwards, which fits the width. cover: see
+        `pmlip.tangent.fit`. progress(done, total) counts structures.
         """
-        self.tangent = None
-        self.tangent = fit(self.backbone, as_structures(train), progress=progress)
+        self.tangent = fit(self.backbone, as_structures(train), cover=cover, progress=progress)
         self.calibration = None
 
     def learner(self) -> "PotentialLearner":
@@ -133,8 +122,8 @@ class Potential(Perturbed, Method):
         return self.stored_settings()
 
     @property
-    def separate_passes(self) -> bool:  # type: ignore[override]  # read-only
-        return self.tangent is not None and self.tangent.active
+    def members_are_whole(self) -> bool:
+        return self.tangent is None or not self.tangent.active
 
     def draw(self, samples: int, *, seed: int = 0, kind: str = "plain") -> Tensor:
         drawn = super().draw(samples, seed=seed, kind=kind)
@@ -145,7 +134,7 @@ class Potential(Perturbed, Method):
         return torch.cat([drawn, free], 1)
 
     def passes(self, samples: int) -> int:
-        return super().passes(samples) * (2 if self.separate_passes else 1)
+        return super().passes(samples) * (1 if self.members_are_whole else 2)
 
     def sample(
         self,
@@ -171,7 +160,8 @@ class Potential(Perturbed, Method):
     def fold(self, *, sample: int, seed: int = 0, kind: str = "plain") -> Backbone:
         """Sample number `sample` as a plain backbone, with the calculator and file format of its package.
 
-        It leaves out the tangent part of the sample, which takes a second potential: see `fold_pair`.
+        It leaves out the tangent part of the sample, which no ordinary potential can hold: the difference of two
+        potentials gives it only roughly in single precision. `PMLIPCalculator.members` and `propagate` include it.
         """
         folded = super().fold(sample=sample, seed=seed, kind=kind)
         assert isinstance(folded, Backbone)
@@ -180,21 +170,7 @@ class Potential(Perturbed, Method):
             folded.shift_all(zero)
         return folded
 
-    def fold_pair(self, *, sample: int, seed: int = 0) -> Pair:
-        """Sample number `sample` with its tangent part: the weighted sum of two plain backbones."""
-        if self.tangent is None:
-            raise ValueError("this model has no tangent samples, so fold(sample=...) gives the whole sample")
-        direction = self.tangent.direction(self.draw(sample + 1, seed=seed)[sample, self.noise.dim :])
-        potentials = []
-        for sign in (1, -1):
-            with self.tangent.moved(self.backbone, sign * direction):
-                potentials.append(self.fold(sample=sample, seed=seed))
-            potentials[-1].shift_all(-self.tangent.energy_shift(sign * direction))
-        return Pair((potentials[0], potentials[1]), self.tangent.weights)
-
-    def member(self, number: int, *, seed: int = 0) -> Backbone | Pair:
-        if self.separate_passes:
-            return self.fold_pair(sample=number, seed=seed)
+    def member(self, number: int, *, seed: int = 0) -> Backbone:
         return self.fold(sample=number, seed=seed)
 
     @torch.no_grad()
@@ -249,8 +225,8 @@ class PotentialLearner(Learner):
                 self.fit_energy_zero(structures, curved=False)
         return rate
 
-    def fit_tangents(self, train: Sequence[Atoms], *, progress: Progress | None = None) -> bool:
-        self.model.fit_tangent(train, progress=progress)
+    def fit_tangents(self, train: Sequence[Atoms], *, cover: str = "all", progress: Progress | None = None) -> bool:
+        self.model.fit_tangent(train, cover=cover, progress=progress)
         return True
 
     def forget_tangents(self) -> None:

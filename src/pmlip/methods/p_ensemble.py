@@ -15,7 +15,6 @@ from pmlip.methods.ensemble import Ensemble, EnsembleLearner, checked_count
 from pmlip.methods.p import Potential, perturb
 from pmlip.noise import draws as noise_draws
 from pmlip.structures.atoms import Progress
-from pmlip.tangent import Pair
 
 BUILT_FROM = BuiltFrom("p", several=True)
 
@@ -38,7 +37,11 @@ class PEnsemble(Ensemble):
     def settings(self) -> dict[str, int]:
         return super().settings() | {"noise_dim": self.noise_dim}
 
-    def member(self, number: int, *, seed: int = 0) -> Backbone | Pair:
+    @property
+    def members_are_whole(self) -> bool:
+        return all(part.members_are_whole for part in self.parts())
+
+    def member(self, number: int, *, seed: int = 0) -> Backbone:
         return self.parts()[number % len(self.members)].member(number, seed=seed)
 
     def _scale_spread(self, factor: float) -> None:
@@ -75,9 +78,8 @@ class PEnsembleLearner(EnsembleLearner):
     trains_on_samples = True
     calibrated_after = True
 
-    def fit_tangents(self, train: Sequence[Atoms], *, progress: Progress | None = None) -> bool:
-        done = [part.learner().fit_tangents(train, progress=progress) for part in self.parts()]
-        return all(done)
+    def fit_tangents(self, train: Sequence[Atoms], *, cover: str = "all", progress: Progress | None = None) -> bool:
+        return all(part.learner().fit_tangents(train, cover=cover, progress=progress) for part in self.parts())
 
     def forget_tangents(self) -> None:
         for part in self.parts():

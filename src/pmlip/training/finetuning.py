@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pmlip import losses
 from pmlip.backbones.base import weights_hash
 from pmlip.memory import is_out_of_memory
-from pmlip.methods._tangents import balance
+from pmlip.methods._tangents import add_tangents
 from pmlip.methods.base import FIXED_ATOMS, Initialisation, Method
 from pmlip.noise.draws import SEED_OF_FIT
 from pmlip.structures.atoms import Progress, as_structures, subsample
@@ -43,7 +43,6 @@ from pmlip.training.run_state import (
 DEFAULT_ERROR = 0.05  # eV/Å, force error to assume if forces are not trained on
 ZERO_SHARE = 0.01  # learning rate of the sample energy offsets, relative to the energy error before fine-tuning
 STRUCTURES_FOR_OFFSETS, SAMPLES_FOR_OFFSETS = 64, 32
-MOST_FOR_BALANCE = 64  # validation structures to balance learned and tangent spread on
 SAVE_EVERY = 60.0  # seconds between saves of the run state
 
 
@@ -96,8 +95,8 @@ def finetune(
         part_folder = folder_of_part(Path(folder), number, parts=len(parts)) if folder else None
         own = replace(config, seed=config.seed * len(parts) + number)  # unique for each pair of seed and part
         runs.append(_Run(part, data, held_out, own, part_folder, processes).to_the_end(show))
-    if config.tangent and learner.fit_tangents(data.structures, progress=fitting) and held_out:
-        balance(model, subsample(held_out.structures, MOST_FOR_BALANCE), chunk_atoms=FIXED_ATOMS)
+    if config.tangent:
+        add_tangents(model, data.structures, held_out.structures if held_out else [], progress=fitting)
     if held_out:
         learner.fit_on_validation(held_out.structures, train=data.structures)
     done = replace(runs[0], **{name: sum(getattr(run, name) for run in runs) for name in ("seconds", "passes")})

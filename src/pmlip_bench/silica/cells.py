@@ -102,6 +102,8 @@ def _method(cell: Cell) -> str:
 def made_of(cell: Cell) -> list[Cell]:
     """The cells whose fine-tuned models this cell is built from; empty if the cell fine-tunes a model itself."""
     name = _method(cell)
+    if _variant(cell).of_tuned:
+        return [replace(cell, method=cell.method.removesuffix(name) + name.partition("+")[0])]
     built = None if "+" in name else methods.built_from(name)
     if built is None:
         return []
@@ -147,7 +149,10 @@ def work(cell: Cell, *, settings: SilicaSettings, folder: Path, device: str = "c
                     f"{cell.name} is built from {part.name}, which is not fine-tuned; run {part.name} first"
                 )
         tuned = [_fine_tuned(part, data, settings, folder, device) for part in parts]
-        model = methods.build(_method(cell), tuned, train=data.train, valid=data.valid)
+        if of_tuned := _variant(cell).of_tuned:
+            model = of_tuned(tuned[0], data)
+        else:
+            model = methods.build(_method(cell), tuned, train=data.train, valid=data.valid)
         training = _summed([_training(part) for part in tuned])
     else:
         model = _fine_tuned(cell, data, settings, folder, device)

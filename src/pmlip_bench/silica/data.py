@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,7 @@ class SilicaSettings:
     valid_share: float = 0.25  # size of the validation set relative to the training set; at least 8 if the data allows
     test_unseen: int = 100  # structures taken from each unseen file
     test_samples: int = 32  # samples per test structure
-    config: FinetuneConfig = field(default_factory=FinetuneConfig)
+    config: FinetuneConfig = field(default_factory=partial(FinetuneConfig, tangent=False))
 
     @property
     def files(self) -> list[str]:

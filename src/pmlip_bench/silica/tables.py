@@ -21,6 +21,8 @@ METHODS = [
     "blip",
     "blip+published",
     "p",
+    "p+no-tangent",
+    "p+novelty",
     "p+paper",
     "p-ensemble",
 ]

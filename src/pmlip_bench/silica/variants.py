@@ -1,27 +1,55 @@
 """Variants of methods in the silica benchmark, named "method+variant": compared variants and tuning trials."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from pmlip import methods
+from pmlip.methods import Method
+from pmlip.methods._tangents import add_tangents
+from pmlip.tangent import COVERS
 from pmlip.training.config import FinetuneConfig
+from pmlip_bench.silica.data import Splits
 
 
 @dataclass(frozen=True)
 class Variant:
     config: Mapping[str, Any] = field(default_factory=dict)  # changed fine-tuning settings
     options: Mapping[str, Any] = field(default_factory=dict)  # changed options of the method
+    # if given, the variant is not trained: this function makes it from the fine-tuned model of the method
+    of_tuned: Callable[[Method, Splits], Method] | None = None
+
+
+def _without_tangents(model: Method, data: Splits) -> Method:
+    model.learner().forget_tangents()
+    return model
+
+
+def _with_tangents(model: Method, data: Splits, *, cover: str) -> Method:
+    add_tangents(model, data.train, data.valid, cover=cover)
+    return model
+
+
+def _with_widths_from_novelty(model: Method, data: Splits) -> Method:
+    return methods.build("novelty", [model], train=data.train, valid=data.valid)
 
 
 # settings of single methods in the benchmark, found by the trials below
-TUNED = {"blip": Variant({"second_moment": 0.999}), "mc-dropout": Variant({"last_rate": 0.0})}
+TUNED = {
+    "p": Variant({"tangent": True}),
+    "blip": Variant({"second_moment": 0.999}),
+    "mc-dropout": Variant({"last_rate": 0.0}),
+}
 
 # the paper's loss
 AS_IN_THE_PAPER: dict[str, Any] = {"energy_without_noise": 0.0, "forces_without_noise": 0.0, "common_energy": 1.0}
 # the values used before these settings existed; older result files lack them
-FORMERLY: dict[str, Any] = AS_IN_THE_PAPER | {"last_rate": 0.0, "balance": 0.0}
+FORMERLY: dict[str, Any] = AS_IN_THE_PAPER | {"last_rate": 0.0, "balance": 0.0, "tangent": False}
 
 COMPARED = {
+    "p+no-tangent": Variant(of_tuned=_without_tangents),
+    "p+novelty": Variant(of_tuned=_with_widths_from_novelty),
     "p+paper": Variant({"start": 0.0, **AS_IN_THE_PAPER}, {"noise_dim": 32}),
     # The published schedule counts steps but is advanced once per epoch, so learning rates rise until the end. The BLIP
     # paper does not mention beta2 of AdamW or weight averaging: the usual 0.999 and no averaging are used.
@@ -101,19 +129,26 @@ ATTEMPTS = {
 }
 
 
-def trials(methods: list[str]) -> list[str]:
+# What tangent samples cover.
+COVERED = {
+    f"p+tangent-{cover.replace('+', '-')}": Variant(of_tuned=partial(_with_tangents, cover=cover)) for cover in COVERS
+}
+
+
+def trials(names: list[str]) -> list[str]:
     """The names of all trials of these methods. "method+trial" selects one trial, also from ATTEMPTS."""
-    names = []
-    for method in methods:
+    found = []
+    for method in names:
         if method not in TRIALS and "+" not in method:
             raise ValueError(f"unknown method {method!r}; allowed: {', '.join(TRIALS)}")
-        names += [method] if "+" in method else [f"{method}+{name}" for name in TRIALS[method]]
-    return names
+        found += [method] if "+" in method else [f"{method}+{name}" for name in TRIALS[method]]
+    return found
 
 
 VARIANTS = (
     TUNED
     | COMPARED
     | ATTEMPTS
+    | COVERED
     | {f"{method}+{name}": variant for method, own in TRIALS.items() for name, variant in own.items()}
 )
