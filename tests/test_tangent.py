@@ -100,12 +100,12 @@ def test_a_sample_is_one_function(model):
 def test_the_mean_has_no_tangent_part(model):
     plain = copy.deepcopy(model)
     plain.tangent = None
-    for given, expected in zip(
+    for one, expected in zip(
         model.sample_with_mean(STRANGE, samples=8)[1].values(),
         plain.sample_with_mean(STRANGE, samples=8)[1].values(),
         strict=True,
     ):
-        torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(one, expected, rtol=1e-5, atol=1e-7)
     assert torch.equal(model.predict(STRANGE).forces, plain.predict(STRANGE).forces)
     assert (model.passes(8), plain.passes(8)) == (20, 10)
 
