@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pmlip_bench import speed_tables, symmetry
+from pmlip_bench.ethanol import tables as ethanol_tables
 from pmlip_bench.nbody import tables as nbody_tables
 from pmlip_bench.publish import Results
 from pmlip_bench.runner import read_cells
@@ -52,6 +53,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "nbody ablation": lambda: nbody_tables.ablations(
         read_cells(RESULTS / "nbody" / "ablation"), read_cells(RESULTS / "nbody")
     ),
+    "ethanol": lambda: ethanol_tables.table(read_cells(RESULTS / "ethanol")),
+    "ethanol path": lambda: ethanol_tables.path_table(read_cells(RESULTS / "ethanol")),
     "silica overview": lambda: silica_tables.overview(read_cells(RESULTS / "silica")),
     "silica trials": lambda: silica_tables.trials_table(read_cells(RESULTS / "silica" / "trials")),
     **{

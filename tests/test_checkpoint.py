@@ -107,7 +107,7 @@ def test_potentials_of_older_formats_have_a_straight_zero_of_their_energies(name
 def test_a_newer_format_is_refused(file):
     change(file, version=checkpoint.FORMAT_VERSION + 1, versions={"pmlip": "9.0"})
     with pytest.raises(
-        pmlip.CheckpointError, match=r"written by pmlip 9.0; the installed version reads formats up to 4"
+        pmlip.CheckpointError, match=r"written by pmlip 9.0; the installed version reads formats up to 5"
     ):
         pmlip.load(file, backbone=network())
 

@@ -116,6 +116,9 @@ def test_out_of_distribution(model):
     for atoms in torn:
         atoms.calc.results["forces"] = atoms.calc.results["forces"] + 10 * np.sign(atoms.positions)
     assert compare(inside, evaluate(model, torn, samples=8))["auroc_error"] == 1
+    for atoms in torn:
+        del atoms.calc.results["forces"]
+    assert compare(inside, evaluate(model, torn, samples=8)).keys() == {"auroc_spread", "auroc_force", "spread_ratio"}
 
 
 def test_progress_counts_structures(model):

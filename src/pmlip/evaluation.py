@@ -134,6 +134,7 @@ def compare(inside: Evaluation, outside: Evaluation) -> dict[str, float]:
     """Scores that compare in- and out-of-distribution structures: do spread and novelty rise with the error?"""
     known = {
         "spread": bool(inside.spread.any()),
+        "error": bool(np.isfinite([*inside.error, *outside.error]).all()),
         "structure_novelty": inside.novelty is not None and outside.novelty is not None,
     }
     return {

@@ -25,7 +25,7 @@ from pmlip.backbones.base import Backbone, Graph, evaluating, stress_of, watch_e
 from pmlip.curvature import Curvature, CurvatureSum
 from pmlip.errors import did_you_mean
 from pmlip.noise.site_gradients import sites_of
-from pmlip.structures.atoms import Progress, StructureError, as_structures
+from pmlip.structures.atoms import Progress, StructureError, as_structures, subsample
 from pmlip.structures.labels import labels
 
 DIMENSIONS = 2048  # of x
@@ -34,6 +34,7 @@ REGULARISATION = 1e-4  # floor, as a multiple of the mean eigenvalue of H
 # Random combinations of the forces of a structure whose derivatives are summed: 16 to 32 are enough for a hundred
 # structures. Larger training sets need fewer for each, because all of them add up.
 MOST_PROBES, FEWEST_PROBES, PROBES_IN_ALL = 24, 4, 8192
+MOST_STRUCTURES = PROBES_IN_ALL // FEWEST_PROBES  # of a larger training set, as many are used
 ATOMS_IN_A_BACKWARD_PASS = 64  # atoms times probes; passes of small structures take several probes at once
 
 
@@ -184,6 +185,7 @@ def fit(backbone: Backbone, train: Sequence[Atoms], *, cover: str = "all", progr
     if not len(train):
         raise ValueError("tangent samples need training structures, got none")
     train = as_structures(train)
+    used = subsample(range(len(train)), MOST_STRUCTURES)
     weights = weights_of(backbone)
     with evaluating(backbone), _requiring_gradients([weight for _, weight in weights]):
         covered = _covered(backbone, weights, train, cover)
@@ -193,24 +195,36 @@ def fit(backbone: Backbone, train: Sequence[Atoms], *, cover: str = "all", progr
         sketch = Sketch(chosen, DIMENSIONS)
         total = CurvatureSum(DIMENSIONS, centred=False, regularisation=REGULARISATION)
         slope, square, count = torch.zeros(DIMENSIONS, dtype=torch.float64), 0.0, 0
-        probes = min(MOST_PROBES, max(FEWEST_PROBES, PROBES_IN_ALL // len(train)))
-        for index, atoms in enumerate(train):
+        probes = _probes(len(used))
+        for done, index in enumerate(used, start=1):
+            atoms = train[index]
             outputs = _outputs(backbone, _graph(backbone, atoms, index))
             rows = _force_rows(outputs["forces"], chosen, sketch, probes=probes, seed=index)
             if not bool(rows.isfinite().all()):
                 raise StructureError(atoms, index, "the derivatives of its forces are NaN or infinite")
             total.add(rows)
             energy = torch.autograd.grad(outputs["energy"].sum(), chosen, materialize_grads=True, allow_unused=True)
-            slope += sketch.gather(energy).cpu() / (len(atoms) * len(train))
+            slope += sketch.gather(energy).cpu() / (len(atoms) * len(used))
             error = outputs["forces"].detach().cpu().double() - labels([atoms]).forces
             error = error[error.isfinite()]
             square, count = square + float(error.square().sum()), count + error.numel()
             if progress:
-                progress(index + 1, len(train))
+                progress(done, len(used))
     found = _as_module(total.curvature(), covered)
     found.energy_slope.copy_(slope)
     found.width.fill_(math.sqrt(square / count) if count else 1.0)
     return found.to(chosen[0].device)
+
+
+def passes_of_fit(structures: int) -> int:
+    """Passes of `fit`: for each structure, one forward pass and one backward pass per probe."""
+    used = min(structures, MOST_STRUCTURES)
+    return used * (1 + _probes(used))
+
+
+def _probes(structures: int) -> int:
+    """Number of probes for each structure."""
+    return min(MOST_PROBES, max(FEWEST_PROBES, PROBES_IN_ALL // structures))
 
 
 def _as_module(curvature: Curvature, covered: Sequence[bool]) -> Tangent:

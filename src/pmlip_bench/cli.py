@@ -260,6 +260,47 @@ def silica_trials(
 
 
 @bench.command(cls=BenchCommand)
+def ethanol(
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="Folder with the ethanol files of davkovacs/BOTNet-datasets: train.xyz, test_MD.xyz, ...",
+            rich_help_panel="Data",
+        ),
+    ],
+    methods: Methods = "deterministic,p",
+    seeds: Seeds = 1,
+    samples: Annotated[int, typer.Option(min=3, help="Samples K per test structure.")] = 32,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each model.")] = 400,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Structures per training step; lower it to save memory.")
+    ] = FinetuneConfig.batch,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...", rich_help_panel="Model")] = "cpu",
+    jobs: Jobs = 1,
+    out: Results = Path("benchmarks/results/ethanol"),
+    as_json: AsJson = False,
+) -> None:
+    """Fine-tune CHGNet on MD of ethanol, and test it along a broken bond and on other unseen structures.
+
+    Example: pmlip bench ethanol --data ethanol --methods deterministic,p --seeds 1
+    """
+    from pmlip.cli.checks import chosen_device
+    from pmlip_bench.ethanol.cells import run
+    from pmlip_bench.ethanol.data import EthanolSettings
+
+    rows = run(
+        EthanolSettings(data=str(data), test_samples=samples, config=FinetuneConfig(steps=steps, batch=batch)),
+        names=_listed(methods),
+        seeds=seeds,
+        folder=out,
+        jobs=jobs,
+        console=Console(quiet=as_json),
+        device=chosen_device(device),
+    )
+    print_json(rows, as_json)
+
+
+@bench.command(cls=BenchCommand)
 def symmetry(
     backbone: Annotated[str, typer.Argument(help="Pretrained potential, named as for `pmlip finetune`.")],
     model: Annotated[

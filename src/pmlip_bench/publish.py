@@ -1,4 +1,4 @@
-"""Writes table.md, table.json and figure.png from the result files of a benchmark, into the same folder."""
+"""Writes the table (table.md, table.json) and the figure from the result files of a benchmark, into the same folder."""
 
 import importlib.util
 import statistics
@@ -24,6 +24,7 @@ def publish(
     table: Callable[[Results], str],
     summary: Callable[[Results], list[dict[str, Any]]],
     figure: Callable[[Results], "Figure"],
+    figure_name: str = "figure.png",
     console: Console,
 ) -> list[dict[str, Any]]:
     """Write the table and the figure of all finished cells; return the rows of the table."""
@@ -34,7 +35,7 @@ def publish(
         file.write(table(results).encode())
     rows = summary(results)
     write_json(folder / "table.json", rows)
-    with atomic_write(folder / "figure.png") as file:
+    with atomic_write(folder / figure_name) as file:
         figure(results).savefig(file, dpi=150, format="png")
     console.print(table(results), soft_wrap=True, markup=False)
     return rows

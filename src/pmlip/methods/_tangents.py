@@ -1,6 +1,8 @@
 """Fit tangent samples after training, and balance them with the learned spread on validation data."""
 
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from ase import Atoms
@@ -11,7 +13,7 @@ from pmlip.noise.draws import SEED_OF_FIT
 from pmlip.scores import fair_crps
 from pmlip.structures.atoms import Progress, subsample
 from pmlip.structures.labels import labels
-from pmlip.tangent import Tangent, tangents_of
+from pmlip.tangent import Tangent, passes_of_fit, tangents_of
 
 MOST_STRUCTURES = 64  # validation structures to set the scales with
 TOLERANCE = 0.01  # the CRPS may be higher than the lowest CRPS by this fraction
@@ -27,16 +29,21 @@ def add_tangents(
     *,
     cover: str = "all",
     progress: Progress | None = None,
-) -> bool:
+) -> None:
     """Fit the tangent samples of a model to training structures and their scale to validation structures.
 
-    Returns False if the method has none. cover: see `pmlip.tangent.fit`. progress(done, total) counts structures.
+    Does nothing if the method has none. Their cost is added to the history of the model. cover: see
+    `pmlip.tangent.fit`. progress(done, total) counts structures.
     """
+    began = time.monotonic()
     if not model.learner().fit_tangents(train, cover=cover, progress=progress):
-        return False
+        return
     if valid:
         scale_parts(model, subsample(valid, MOST_STRUCTURES), chunk_atoms=FIXED_ATOMS)
-    return True
+    if model.history is not None:
+        seconds = round(model.history.seconds + time.monotonic() - began, 1)
+        passes = model.history.passes + len(tangents_of(model)) * passes_of_fit(len(train))
+        model.history = replace(model.history, seconds=seconds, passes=passes)
 
 
 def scale_parts(model: Method, valid: Sequence[Atoms], *, samples: int = 16, chunk_atoms: int | None = None) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from ase import Atoms
 
 ELECTRONS = ("charge", "spin")  # keys of `info`
 
+T = TypeVar("T")
 Progress = Callable[[int, int], None]  # progress(done, total) counts structures
 
 
@@ -82,8 +84,8 @@ def system_index(structures: Sequence[Atoms]) -> torch.Tensor:
     return torch.repeat_interleave(torch.arange(len(structures)), sizes)
 
 
-def subsample(structures: Sequence[Atoms], count: int) -> list[Atoms]:
-    """Return `count` structures evenly spaced over the list, or all if it has fewer."""
+def subsample(structures: Sequence[T], count: int) -> list[T]:
+    """Return `count` structures, or indices, evenly spaced over the list, or all if it has fewer."""
     count = min(count, len(structures))
     return [structures[i * len(structures) // count] for i in range(count)]
 

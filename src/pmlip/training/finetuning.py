@@ -95,13 +95,13 @@ def finetune(
         part_folder = folder_of_part(Path(folder), number, parts=len(parts)) if folder else None
         own = replace(config, seed=config.seed * len(parts) + number)  # unique for each pair of seed and part
         runs.append(_Run(part, data, held_out, own, part_folder, processes).to_the_end(show))
+    done = replace(runs[0], **{name: sum(getattr(run, name) for run in runs) for name in ("seconds", "passes")})
+    model.history = done.history(config)
     if config.tangent:
         add_tangents(model, data.structures, held_out.structures if held_out else [], progress=fitting)
     if held_out:
         learner.fit_on_validation(held_out.structures, train=data.structures)
-    done = replace(runs[0], **{name: sum(getattr(run, name) for run in runs) for name in ("seconds", "passes")})
-    model.history = done.history(config)
-    return done
+    return replace(done, seconds=model.history.seconds, passes=model.history.passes)
 
 
 def seconds_per_step(model: Method, train: Sequence[Atoms], config: FinetuneConfig, processes: Processes) -> float:

@@ -1,23 +1,19 @@
 """Runs the cells of the silica benchmark: every method fine-tunes the same pretrained potential."""
 
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from ase import Atoms
 from rich.console import Console
 
 from pmlip import methods
-from pmlip.atomic_files import write_json
 from pmlip.backbones import load_backbone
 from pmlip.errors import did_you_mean
 from pmlip.evaluation import compare, evaluate, rank_together
-from pmlip.loading import load
 from pmlip.methods import Method
 from pmlip.noise.draws import SEED_OF_FIT
 from pmlip.provenance import environment
@@ -25,7 +21,7 @@ from pmlip.score_table import benchmark_scores
 from pmlip.spread_fit import best_factor
 from pmlip.structures.labels import labels
 from pmlip.training.config import FinetuneConfig
-from pmlip.training.finetuning import finetune
+from pmlip_bench.finetuned import fine_tuned, training_cost, weights
 from pmlip_bench.publish import check_installed, publish
 from pmlip_bench.runner import Cell, check_settings, read_cells, run_cells, run_rounds, slug
 from pmlip_bench.silica.data import SilicaSettings, Splits, check_files, splits, stem, without_folder
@@ -57,17 +53,27 @@ def run(
     check_files(settings, load_backbone(settings.backbone, weights=settings.weights, trust=settings.trust))
     prefix = f"{slug(settings.backbone)}-{slug(stem(settings.data))}"
     cells = [Cell(f"{prefix}-{name}", size, seed) for size in sizes for name in names for seed in range(seeds)]
-    composed = [cell for cell in cells if made_of(cell)]
-    needed = [part for cell in composed for part in made_of(cell)]
-    trained = list(dict.fromkeys([cell for cell in cells if not made_of(cell)] + needed))
+    rounds = _rounds(cells)
     _check_stored(prefix, settings, folder)
-    _check_weights(composed, folder)
+    _check_weights([cell for cells in rounds for cell in cells], folder)
     job = partial(work, settings=settings, folder=folder, device=device)
     try:
-        run_rounds([trained, composed], lambda part: run_cells(part, job, folder, jobs=jobs, console=console))
+        run_rounds(rounds, lambda part: run_cells(part, job, folder, jobs=jobs, console=console))
     finally:  # also when a cell failed: show the finished cells
         rows = publish(folder, table=table, summary=summary, figure=figure, console=console)
     return rows
+
+
+def _rounds(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """These cells and all cells that they are made of; each round is made of cells of earlier rounds."""
+    depths: dict[Cell, int] = {}
+
+    def add(cell: Cell) -> int:
+        depths[cell] = 1 + max((add(part) for part in made_of(cell)), default=-1)
+        return depths[cell]
+
+    deepest = max(add(cell) for cell in cells)
+    return [[cell for cell in depths if depths[cell] == depth] for depth in range(deepest + 1)]
 
 
 def _check_stored(prefix: str, settings: SilicaSettings, folder: Path) -> None:
@@ -84,15 +90,11 @@ def _check_weights(composed: Sequence[Cell], folder: Path) -> None:
     """Check that the models a cell is built from have their weights, or will be trained first."""
     for cell in composed:
         for part in made_of(cell):
-            if not cell.file(folder).exists() and part.file(folder).exists() and not _weights(part, folder).exists():
+            if not cell.file(folder).exists() and part.file(folder).exists() and not weights(part, folder).exists():
                 raise FileNotFoundError(
-                    f"{cell.name} needs the weights {_weights(part, folder)}, which exist only on the machine that "
+                    f"{cell.name} needs the weights {weights(part, folder)}, which exist only on the machine that "
                     f"trained them; delete {part.file(folder)} to train them again"
                 )
-
-
-def _weights(cell: Cell, folder: Path) -> Path:
-    return folder / "weights" / f"{cell.name}.pt"
 
 
 def _method(cell: Cell) -> str:
@@ -102,8 +104,8 @@ def _method(cell: Cell) -> str:
 def made_of(cell: Cell) -> list[Cell]:
     """The cells whose fine-tuned models this cell is built from; empty if the cell fine-tunes a model itself."""
     name = _method(cell)
-    if _variant(cell).of_tuned:
-        return [replace(cell, method=cell.method.removesuffix(name) + name.partition("+")[0])]
+    if of := _variant(cell).of:
+        return [replace(cell, method=cell.method.removesuffix(name) + of)]
     built = None if "+" in name else methods.built_from(name)
     if built is None:
         return []
@@ -144,19 +146,20 @@ def work(cell: Cell, *, settings: SilicaSettings, folder: Path, device: str = "c
     data = splits(cell.size, settings)
     if parts := made_of(cell):
         for part in parts:  # other cells may need it too and must not train it at the same time
-            if not _weights(part, folder).exists():
+            if not weights(part, folder).exists():
                 raise FileNotFoundError(
                     f"{cell.name} is built from {part.name}, which is not fine-tuned; run {part.name} first"
                 )
-        tuned = [_fine_tuned(part, data, settings, folder, device) for part in parts]
-        if of_tuned := _variant(cell).of_tuned:
-            model = of_tuned(tuned[0], data)
+        if _variant(cell).of:
+            model = _fine_tuned(cell, data, settings, folder, device)
+            training = training_cost(model)
         else:
+            tuned = [_fine_tuned(part, data, settings, folder, device) for part in parts]
             model = methods.build(_method(cell), tuned, train=data.train, valid=data.valid)
-        training = _summed([_training(part) for part in tuned])
+            training = _summed([training_cost(part) for part in tuned])
     else:
         model = _fine_tuned(cell, data, settings, folder, device)
-        training = _training(model)
+        training = training_cost(model)
     factor, energy_factor = _spread_factors(model, data.valid, settings)
     as_trained = evaluate(model, data.test, samples=settings.test_samples)
     inside = as_trained.scaled(factor, energy=energy_factor)
@@ -212,37 +215,26 @@ def _spread_factors(model: Method, valid: Sequence[Atoms], settings: SilicaSetti
 
 def _fine_tuned(cell: Cell, data: Splits, settings: SilicaSettings, folder: Path, device: str) -> Method:
     """The fine-tuned model of a cell. Weights and settings are saved, for cells that are built from this model."""
-    file = _weights(cell, folder)
-    note = file.with_suffix(".json")
-    described = _described(settings, cell, data.hash)
-    backbone = load_backbone(settings.backbone, weights=settings.weights, trust=settings.trust, device=device)
-    if file.exists() and note.exists() and json.loads(note.read_text()) == described:
-        stored: Method = load(file, backbone=backbone, device=device)
-        return stored
-    torch.manual_seed(cell.seed)  # initial values of the parameters that a method adds to the backbone
-    model = methods.make(_method(cell).partition("+")[0], backbone, **_variant(cell).options)
-    config = replace(_config(settings, cell), seed=cell.seed)
-    unfinished = file.with_suffix("")
-    finetune(model, data.train, valid=data.valid, config=config, folder=unfinished)
-    model.save(file)
-    write_json(note, described)
-    shutil.rmtree(unfinished)
-    return model
+    variant = _variant(cell)
+    return fine_tuned(
+        cell,
+        folder,
+        method=_method(cell).partition("+")[0],
+        backbone=load_backbone(settings.backbone, weights=settings.weights, trust=settings.trust, device=device),
+        train=data.train,
+        valid=data.valid,
+        config=_config(settings, cell),
+        settings=_described(settings, cell, data.hash),
+        device=device,
+        options=variant.options,
+        make=partial(_made, cell, data, settings, folder, device) if variant.of else None,
+    )
 
 
-def _training(model: Method) -> dict[str, Any]:
-    """Cost and validation curve of a fine-tuning run."""
-    history = model.history
-    assert history is not None
-    return {
-        "steps": history.steps,
-        "structures": history.steps * history.config["batch"],
-        "passes": history.passes,
-        "seconds": history.seconds,
-        "error_before": dict(history.error_before),
-        "noise_rate": history.noise_rate,
-        "validation_curve": list(history.validation_curve),
-    }
+def _made(cell: Cell, data: Splits, settings: SilicaSettings, folder: Path, device: str) -> Method:
+    """The model of a variant that is made from another fine-tuned model."""
+    (part,) = made_of(cell)
+    return _variant(cell).made(_fine_tuned(part, data, settings, folder, device), data)
 
 
 def _summed(costs: Sequence[dict[str, Any]]) -> dict[str, Any]:

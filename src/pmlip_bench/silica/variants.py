@@ -17,16 +17,16 @@ from pmlip_bench.silica.data import Splits
 class Variant:
     config: Mapping[str, Any] = field(default_factory=dict)  # changed fine-tuning settings
     options: Mapping[str, Any] = field(default_factory=dict)  # changed options of the method
-    # if given, the variant is not trained: this function makes it from the fine-tuned model of the method
-    of_tuned: Callable[[Method, Splits], Method] | None = None
+    # a variant that is not trained, but made by a function from the fine-tuned model of another variant
+    of: str | None = None
+    make: Callable[[Method, Splits], Method] | None = None
+
+    def made(self, model: Method, data: Splits) -> Method:
+        assert self.make is not None
+        return self.make(model, data)
 
 
-def _without_tangents(model: Method, data: Splits) -> Method:
-    model.learner().forget_tangents()
-    return model
-
-
-def _with_tangents(model: Method, data: Splits, *, cover: str) -> Method:
+def _with_tangents(model: Method, data: Splits, *, cover: str = "all") -> Method:
     add_tangents(model, data.train, data.valid, cover=cover)
     return model
 
@@ -37,7 +37,7 @@ def _with_widths_from_novelty(model: Method, data: Splits) -> Method:
 
 # settings of single methods in the benchmark, found by the trials below
 TUNED = {
-    "p": Variant({"tangent": True}),
+    "p": Variant({"tangent": True}, of="p+no-tangent", make=_with_tangents),
     "blip": Variant({"second_moment": 0.999}),
     "mc-dropout": Variant({"last_rate": 0.0}),
 }
@@ -48,8 +48,8 @@ AS_IN_THE_PAPER: dict[str, Any] = {"energy_without_noise": 0.0, "forces_without_
 FORMERLY: dict[str, Any] = AS_IN_THE_PAPER | {"last_rate": 0.0, "balance": 0.0, "tangent": False}
 
 COMPARED = {
-    "p+no-tangent": Variant(of_tuned=_without_tangents),
-    "p+novelty": Variant(of_tuned=_with_widths_from_novelty),
+    "p+no-tangent": Variant({"tangent": False}),
+    "p+novelty": Variant(of="p+no-tangent", make=_with_widths_from_novelty),
     "p+paper": Variant({"start": 0.0, **AS_IN_THE_PAPER}, {"noise_dim": 32}),
     # The published schedule counts steps but is advanced once per epoch, so learning rates rise until the end. The BLIP
     # paper does not mention beta2 of AdamW or weight averaging: the usual 0.999 and no averaging are used.
@@ -131,7 +131,8 @@ ATTEMPTS = {
 
 # What tangent samples cover.
 COVERED = {
-    f"p+tangent-{cover.replace('+', '-')}": Variant(of_tuned=partial(_with_tangents, cover=cover)) for cover in COVERS
+    f"p+tangent-{cover.replace('+', '-')}": Variant(of="p+no-tangent", make=partial(_with_tangents, cover=cover))
+    for cover in COVERS
 }
 
 
