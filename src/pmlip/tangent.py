@@ -31,9 +31,9 @@ from pmlip.structures.labels import labels
 DIMENSIONS = 2048  # of x
 COVERS = ("all", "sites", "readout", "sites+readout")  # the weights that x changes
 REGULARISATION = 1e-4  # floor, as a multiple of the mean eigenvalue of H
-# Random combinations of the forces of a structure whose derivatives are summed: 16 to 32 are enough for a hundred
+# Random combinations of the forces of a structure whose derivatives are summed: 16 are enough for a hundred
 # structures. Larger training sets need fewer for each, because all of them add up.
-MOST_PROBES, FEWEST_PROBES, PROBES_IN_ALL = 24, 4, 8192
+MOST_PROBES, FEWEST_PROBES, PROBES_IN_ALL = 16, 4, 8192
 MOST_STRUCTURES = PROBES_IN_ALL // FEWEST_PROBES  # of a larger training set, as many are used
 ATOMS_IN_A_BACKWARD_PASS = 64  # atoms times probes; passes of small structures take several probes at once
 

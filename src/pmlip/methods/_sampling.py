@@ -24,20 +24,22 @@ def run(
     draws: Tensor | None,
     *,
     row_noise: bool,
+    in_turn: bool,
     chunk_atoms: int | None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Tensor]:
     """Outputs (sample, system or atom, ...) of every structure with every draw; draws=None: one sample without noise.
 
-    row_noise: whether the noise is drawn per batch row.
+    row_noise, in_turn: `Method.row_noise` and `Method.in_turn`.
     """
     if chunk_atoms is not None and chunk_atoms < 1:
         raise ValueError(f"chunk_atoms must be at least 1, got chunk_atoms={chunk_atoms}")
     noise = torch.zeros(1) if draws is None else draws
     if chunk_atoms is not None:
         chunk = ChunkSize(chunk_atoms, settled=True)
-    elif row_noise:
-        # the noise of a structure depends on the others in its pass, so the chunk size must not depend on timings
+    elif row_noise or in_turn:
+        # With row noise, the noise of a structure depends on the others in its pass, so the chunk size must not depend
+        # on timings. Samples in turn need no memory for all of them, and share a part of their work.
         chunk = ChunkSize(ATOMS_IN_A_PASS * len(noise), settled=True)
     else:
         known: dict[torch.device, ChunkSize] = model.__dict__.setdefault("_chunks", {})

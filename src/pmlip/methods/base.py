@@ -35,6 +35,7 @@ class Method(nn.Module, ABC):
     backbone: Backbone
     fixed_samples: int | None = None  # number of samples, if the method fixes it
     one_pass = False  # whether all samples come from one forward pass; `predict` then gives their exact mean
+    in_turn = False  # whether a pass computes samples one after the other, so that its memory does not grow with K
     row_noise = False  # whether noise is drawn per batch row; then samples depend on all structures of a call
     origin: checkpoint.Origin  # the backbone it was made from
     history: History | None = None  # how it was fine-tuned
@@ -261,6 +262,7 @@ class Method(nn.Module, ABC):
             structures,
             draws,
             row_noise=self.row_noise,
+            in_turn=self.in_turn,
             chunk_atoms=chunk_atoms,
             progress=progress,
         )

@@ -18,7 +18,8 @@ from pmlip.samples import Samples
 from pmlip.structures.atoms import Progress, as_structures, subsample
 from pmlip.tangent import Tangent, fit
 
-ATOMS_IN_A_GRADIENT = 64  # atoms times samples per pass
+ATOMS_IN_A_GRADIENT = 64  # atoms times samples per pass that computes gradients with respect to the noise
+ATOMS_IN_A_PASS = 256  # atoms times samples per pass of the learned part, if there is a tangent part
 STRUCTURES_FOR_ZERO = 2  # enough, since all structures share the energy offset of a sample
 TANGENT_STREAM = 2**31  # of the draws
 
@@ -68,11 +69,12 @@ class Potential(Perturbed, Method):
 
     def _with_tangent(self, graph: Graph, draws: Tensor, tangent: Tangent) -> dict[str, Tensor]:
         noise, free = draws.split([self.noise.dim, tangent.dim], 1)
-        outputs = self(graph, noise)
         if not tangent.active:
-            return outputs
+            return self(graph, noise)
+        at_once = max(1, ATOMS_IN_A_PASS // len(graph.rows["node"]))
+        parts = [self(graph, some) for some in noise.split(at_once)]
         changes = tangent.changes(self.backbone, graph, free)
-        return {name: value + changes[name].to(value) for name, value in outputs.items()}
+        return {name: torch.cat([part[name] for part in parts]) + changes[name].to(parts[0][name]) for name in changes}
 
     def _zero(self, noise: Tensor) -> Tensor:
         """Energy offset in eV per atom for draws e (..., noise)."""
@@ -109,7 +111,7 @@ class Potential(Perturbed, Method):
     def fit_tangent(self, train: Iterable[Atoms], *, cover: str = "all", progress: Progress | None = None) -> None:
         """Add tangent samples, whose spread rises out of distribution; train: the training structures, with forces.
 
-        A sample then costs about two passes. Call `pmlip.calibrate` afterwards, which fits the width. cover: see
+        A sample then costs about three passes. Call `pmlip.calibrate` afterwards, which fits the width. cover: see
         `pmlip.tangent.fit`. progress(done, total) counts structures.
         """
         self.tangent = fit(self.backbone, as_structures(train), cover=cover, progress=progress)
@@ -120,6 +122,10 @@ class Potential(Perturbed, Method):
 
     def settings(self) -> dict[str, Any]:
         return self.stored_settings()
+
+    @property
+    def in_turn(self) -> bool:  # type: ignore[override]  # read-only
+        return not self.members_are_whole
 
     @property
     def members_are_whole(self) -> bool:
@@ -134,7 +140,7 @@ class Potential(Perturbed, Method):
         return torch.cat([drawn, free], 1)
 
     def passes(self, samples: int) -> int:
-        return super().passes(samples) * (1 if self.members_are_whole else 2)
+        return super().passes(samples) * (1 if self.members_are_whole else 3)
 
     def sample(
         self,

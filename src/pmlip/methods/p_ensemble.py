@@ -38,6 +38,10 @@ class PEnsemble(Ensemble):
         return super().settings() | {"noise_dim": self.noise_dim}
 
     @property
+    def in_turn(self) -> bool:  # type: ignore[override]  # read-only
+        return not self.members_are_whole
+
+    @property
     def members_are_whole(self) -> bool:
         return all(part.members_are_whole for part in self.parts())
 

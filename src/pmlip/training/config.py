@@ -96,8 +96,8 @@ class FinetuneConfig:
     )
     tangent: bool = setting(
         True,
-        "Add tangent samples after training (method p): the spread then rises out of distribution, and a sample takes "
-        "two passes instead of one.",
+        "Add tangent samples after training (method p): the spread then rises out of distribution, and a sample costs "
+        "about three passes instead of one.",
         group="Noise",
     )
     freeze_backbone: bool = setting(
