@@ -24,7 +24,7 @@ from pmlip.methods.base import FIXED_ATOMS
 from pmlip.provenance import environment
 from pmlip.samples import mean_per_system
 from pmlip.scores import fair_crps
-from pmlip_bench.ethanol.data import MD, PATH, EthanolSettings, Splits, splits
+from pmlip_bench.ethanol.data import MD, PAIRS, PATH, EthanolSettings, Splits, splits
 from pmlip_bench.ethanol.tables import figure, summary, table
 from pmlip_bench.finetuned import fine_tuned, training_cost
 from pmlip_bench.publish import check_installed, publish
@@ -73,14 +73,15 @@ def work(cell: Cell, *, settings: EthanolSettings, folder: Path, device: str = "
     outside = {
         name: evaluate(model, structures, samples=settings.test_samples) for name, structures in data.unseen.items()
     }
-    distances = _oh_distances(data.train)
+    trained = _oh_distances(data.train)
     return {
         "cell": asdict(cell),
         "sets": {
             MD: _scores(inside, data.train),
             **{name: _scores(found, data.train) | compare(inside, found) for name, found in outside.items()},
         },
-        "path": {"trained": [distances.min(), distances.max()], **along_the_bond(outside[PATH])},
+        "path": {"trained": [trained.min(), trained.max()], **along_the_bond(outside[PATH])},
+        "pairs_inside": pairs_inside(outside[PAIRS]),
         "calibration": None if model.calibration is None else asdict(model.calibration),
         "training": training_cost(model),
         "settings": _described(settings, data),
@@ -119,10 +120,21 @@ def _scores(found: Evaluation, train: Sequence[Atoms]) -> dict[str, Any]:
     record = as_record(found)
     record["novelty"] = {str(q): _finite(np.quantile(found.structure_novelty, q)) for q in QUANTILES}
     if {atoms.get_chemical_formula() for atoms in found.listed} == {train[0].get_chemical_formula()}:
-        record["relative_energy"] = _error_scores(*_without_reference(*relative_energies(found)))
+        record["relative_energy"] = _energy_scores(found)
     else:
         record.pop("energy", None)
     return record
+
+
+def _energy_scores(found: Evaluation) -> dict[str, float]:
+    """Scores of relative energies, also of the structures inside and outside the training set alone."""
+    assert found.novelty is not None
+    energies, energy = relative_energies(found)
+    counts = torch.arange(len(energy)) != int(energy.argmin())  # the reference has no error and no spread
+    scores = _error_scores(energies[:, counts], energy[counts])
+    error, outside = (energies.mean(0) - energy).abs()[counts], found.novelty.outside[counts]
+    parts = {"mae_inside": error[~outside], "mae_outside": error[outside]}
+    return scores | {name: float(part.mean()) for name, part in parts.items() if len(part)}
 
 
 def _finite(novelty: float) -> float | None:
@@ -139,12 +151,6 @@ def relative_energies(found: Evaluation) -> tuple[Tensor, Tensor]:
     lowest = int(label.argmin())
     drawn = found.drawn.energy.double()
     return drawn - drawn[:, lowest, None], label - label[lowest]
-
-
-def _without_reference(drawn: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-    """The reference itself has no error and no spread."""
-    others = torch.arange(len(label)) != int(label.argmin())
-    return drawn[:, others], label[others]
 
 
 def _error_scores(drawn: Tensor, label: Tensor) -> dict[str, float]:
@@ -190,6 +196,7 @@ def along_the_bond(found: Evaluation) -> dict[str, Any]:
         "one_pass_error_bar": error_bar,
         "structure_one_pass_error_bar": mean_per_system(sigma.square()[:, None], system, len(structures)).sqrt(),
         "novelty": found.novelty.structure,
+        "hydrogen_novelty": found.novelty.atom.unflatten(0, positions.shape[:2])[:, hydrogen],
         "energy": energy,
         "energy_error": energies.mean(0) - energy,
     }
@@ -204,6 +211,17 @@ def along_the_bond(found: Evaluation) -> dict[str, Any]:
     rows = {name: values.tolist() for name, values in columns.items()}
     frames = [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
     return {"scores": scores, "frames": frames}
+
+
+def pairs_inside(found: Evaluation) -> dict[str, float]:
+    """The smallest distance in Å at which novelty calls a pair of atoms inside the training set, for each formula."""
+    assert found.novelty is not None
+    distances: dict[str, float] = {}
+    for atoms, outside in zip(found.listed, found.novelty.outside.tolist(), strict=True):
+        formula, distance = atoms.get_chemical_formula(), float(atoms.get_distance(0, 1))
+        if not outside:
+            distances[formula] = min(distance, distances.get(formula, math.inf))
+    return distances
 
 
 def true_force(distance: np.ndarray, energy: np.ndarray) -> np.ndarray:

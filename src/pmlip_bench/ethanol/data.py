@@ -13,12 +13,13 @@ from pmlip.training.config import FinetuneConfig
 
 MD = "MD"  # the test set
 PATH = "H removal"
+PAIRS = "dimers"
 UNSEEN = {
     PATH: "test_H_removal.xyz",
     "normal mode 874": "test_norm_mode_874.xyz",
     "normal mode 3005": "test_norm_mode_3005.xyz",
     "methanol": "test_methanol.xyz",
-    "dimers": "test_dimers.xyz",
+    PAIRS: "test_dimers.xyz",
 }
 
 

@@ -21,6 +21,8 @@ COLUMNS: Mapping[str, tuple[str, tuple[str, ...], float, int]] = {
     "ssr": ("SSR", ("forces", "ssr"), 1, 2),
     "ssr_one_pass": ("SSR of one pass", ("forces", "ssr_one_pass"), 1, 2),
     "energy_mae": ("E-MAE", ("relative_energy", "mae"), 1, 3),
+    "energy_mae_inside": ("of structures inside", ("relative_energy", "mae_inside"), 1, 3),
+    "energy_mae_outside": ("outside", ("relative_energy", "mae_outside"), 1, 3),
     "energy_ssr": ("E-SSR", ("relative_energy", "ssr"), 1, 2),
     "novelty": ("novelty", ("novelty", "0.5"), 1, 1),
     "outside": ("outside, %", ("outside",), 100, 0),
@@ -32,6 +34,7 @@ IN_RANGES = {
     "force_spread": "spread",
     "one_pass_error_bar": "one-pass error bar",
     "novelty": "novelty",
+    "hydrogen_novelty": "of the hydrogen",
     "energy_error": "energy error",
     "energy_spread": "spread",
 }
@@ -102,15 +105,8 @@ def path_table(results: Results) -> str:
             if not seeds[0]:
                 continue
             lines.append([f"{low:.2f} to {high:.2f} Å", len(seeds[0]), method])
-            for name in (
-                "force_error",
-                "force_spread",
-                "one_pass_error_bar",
-                "novelty",
-                "energy_error",
-                "energy_spread",
-            ):
-                over = statistics.median if name == "novelty" else _root_mean_square
+            for name in IN_RANGES:
+                over = statistics.median if name in ("novelty", "hydrogen_novelty") else _root_mean_square
                 known = [over([frame[name] for frame in seed]) for seed in seeds if name in seed[0]]
                 lines[-1].append(with_deviation(over_seeds(known), 1, 2) if known else "")
     return _markdown(heading, lines)
@@ -148,9 +144,9 @@ PANELS: Mapping[str, Sequence[tuple[str, str, str]]] = {
         ("one_pass_error_bar", "one-pass error bar", "C1--"),
     ),
     "energy, eV": (("energy_error", "error", "k-"), ("energy_spread", "spread of the samples", "C0-")),
-    "novelty": (("novelty", "novelty", "C2-"),),
+    "novelty": (("novelty", "novelty of the structure", "C2-"), ("hydrogen_novelty", "of the hydrogen alone", "C4--")),
 }
-SMALLEST = 1e-3  # eV and eV/Å; smaller errors are not shown
+SMALLEST = (1e-3, 1e-3, 0.1)  # smaller values are not shown, in the order of the panels
 
 
 def figure(results: Results) -> "Figure":
@@ -168,8 +164,8 @@ def figure(results: Results) -> "Figure":
             if column == 0:
                 axes.set_ylabel(title)
         grid[0, column].set_title(method)
-        for axes in grid[:-1, column]:
-            axes.set_ylim(bottom=SMALLEST)
+        for axes, smallest in zip(grid[:, column], SMALLEST, strict=True):
+            axes.set_ylim(bottom=smallest)
         grid[-1, column].axhline(OUTSIDE, color="C2", linestyle=":", label="outside the training set from here")
         grid[-1, column].set_xlabel("O-H distance, Å")
     labels = {label: line for axes in grid.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}

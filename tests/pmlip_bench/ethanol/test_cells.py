@@ -104,6 +104,7 @@ def test_from_end_to_end(settings, in_this_process, tmp_path):
         assert all(0 <= sets[name]["auroc_novelty"] <= 1 for name in UNSEEN)
         assert sets["dimers"]["novelty"]["0.95"] is None  # nitrogen, which the training set lacks: JSON has no infinity
         assert len(result["path"]["frames"]) == 20
+        assert "HN" not in result["pairs_inside"]
     assert {"auroc_spread", "spread_ratio"} <= of_p["sets"]["H removal"].keys()
     assert "auroc_spread" not in plain["sets"]["H removal"]
     assert of_p["calibration"]["structures"] == 22
