@@ -145,8 +145,8 @@ def _conformal(best: _Round, target: Outputs, samples: int, level: float) -> tup
     width, size = factor * float(np.median(sigma)), float(target.forces.square().mean().sqrt())
     if width > size:
         return None, (
-            f"intervals with guaranteed {level:.0%} coverage say nothing about these forces: their median half-width "
-            f"is {width:.2g} eV/Å, and the root mean square of the forces is {size:.2g} eV/Å"
+            f"intervals with guaranteed {level:.0%} coverage would be wider than the forces: their median half-width "
+            f"is {width:.2g} eV/Å, and the root mean square of the validation forces is {size:.2g} eV/Å"
         )
     return factor, None
 
@@ -154,8 +154,8 @@ def _conformal(best: _Round, target: Outputs, samples: int, level: float) -> tup
 def _energy_factor(best: _Round, target: Tensor) -> tuple[float, tuple[float, float] | None]:
     """The factor on the spread of the energies with the smallest CRPS, and the SSR before and after.
 
-    1 and None if there are too few energies. The fit is about the mean over all noise, which is the reported energy. The
-    sample mean differs from it by spread / sqrt(K), with the old spread, which can be much larger than the new one.
+    1 and None if there are too few energies. The fit is about the mean over all noise, which is the reported energy.
+    The sample mean differs from it by spread / sqrt(K), and this spread can be much larger than the reported one.
     """
     known = target.isfinite()
     samples, mean, label = best.energies[:, known], best.energy[known], target[known]
