@@ -183,7 +183,9 @@ def test_the_headline_says_what_to_do():
     assert re.search(r"; on hot.xyz, force error bars are [34]\.\d times too narrow; ", text)
     verdict, text = headline(wide, ())
     assert verdict == "bad"
-    assert re.match(r"Not reliable on structures like test.xyz \(force error bars [23]\.\d times too wide\): run ", text)
+    assert re.match(
+        r"Not reliable on structures like test.xyz \(force error bars [23]\.\d times too wide\): run ", text
+    )
     assert headline(drawn(error=1.6, outside=0), ())[0] == "fair"
 
 
