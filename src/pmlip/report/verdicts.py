@@ -17,7 +17,7 @@ OFFSET = 0.5  # eV/atom; a larger energy error suggests different reference ener
 CLOSE, ROUGH = 1.25, 2.0  # largest ratio of spread and error, either way, for a good and for a fair verdict
 FEWEST = 8  # structures; an SSR of fewer is too uncertain for a verdict
 SPARE = 0.2  # an interval is too wide if it misses less than this part of the labels it may miss
-NAMES = {"energy": "energies", "forces": "forces", "stress": "stress"}
+JUDGED = {"energy": "energies", "stress": "stress"}  # outputs besides the forces, and how a sentence names them
 
 Verdict = tuple[str, str]  # good, fair or bad, and a sentence
 
@@ -77,16 +77,17 @@ def headline(inside: Entry, unseen: Sequence[Entry]) -> Verdict:
 def energy_and_stress(entry: Entry) -> list[Verdict]:
     """Is the spread of the energies and of the stress as large as the error?"""
     found = []
-    for output in ("energy", "stress"):
+    for output, name in JUDGED.items():
         ratio = _spread_skill_ratio(entry, output)
         if ratio is None:
             continue
         verdict, shown = _verdict(ratio), f"on {entry.data} (SSR {ratio:.2f})"
         if verdict == "good":
-            text = f"The error bars of the {NAMES[output]} are {_amount(ratio)} {shown}."
+            text = f"The error bars of the {name} are {_amount(ratio)} {shown}."
         else:
-            advice = "take them as a rough guide" if verdict == "fair" else f"do not use {output} error bars"
-            text = f"The spread of the {NAMES[output]} is {_amount(ratio)} {shown}: {advice}."
+            rough = f"{output} error bars are a rough guide"
+            advice = rough if verdict == "fair" else f"do not use {output} error bars"
+            text = f"The spread of the {name} is {_amount(ratio)} {shown}: {advice}."
         found.append((verdict, text))
     return found
 
