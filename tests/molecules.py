@@ -46,7 +46,7 @@ def assert_same(a, b, **tolerance):
 WATER = Atoms("OH2", [[0, 0, 0], [0, 0.76, 0.59], [0, -0.76, 0.59]])
 
 
-def calibration(*, conformal, samples, level=0.95, data=None):
+def calibration(*, conformal, samples, level=0.95, data=None, **others):
     """How a spread was scaled, with intervals of this factor for this number of samples."""
     return Calibration(
         factor=1.0,
@@ -57,4 +57,5 @@ def calibration(*, conformal, samples, level=0.95, data=None):
         structures=20,
         samples=samples,
         data=data,
+        **others,
     )

@@ -1,3 +1,5 @@
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ import pmlip
 from conftest import randomise_noise
 from pmlip import methods
 from pmlip.calibration import calibrate
-from pmlip.provenance import History
+from pmlip.provenance import Calibration, History
 from pmlip.scores import fair_crps
 from pmlip.spread_fit import best_factor, conformal_factor
 from pmlip.training.config import FinetuneConfig
@@ -185,3 +187,106 @@ def test_energies_trained_without_offsets_are_not_shifted(energy_offsets):
     model.scale_spread(2.0)
     model.history = History(config={}, energy_offsets=energy_offsets)
     assert (calibrate(model, structures).shift != 0) == energy_offsets
+
+
+@pytest.mark.parametrize("width", [0.2, 1.0, 8.0])
+def test_the_best_factor_about_a_known_mean_does_not_depend_on_the_sample_mean(width):
+    """All structures share the noise, so the sample mean of all of them is off by the same amount."""
+    random = torch.Generator().manual_seed(1)
+    noise = torch.randn(32, 1, generator=random, dtype=torch.float64)
+    samples = width * (noise - noise.mean()) / noise.std() * torch.ones(5000, dtype=torch.float64)
+    target, known = torch.randn(5000, generator=random, dtype=torch.float64), torch.zeros(5000)
+    for moved in (0.0, 0.3 * width):
+        assert best_factor(samples + moved, target, mean=known) == pytest.approx(1 / width, rel=0.05)
+
+
+def with_energy_errors(model, structures, factor):
+    """Label each structure by the energy of another sample, whose deviation from the mean is multiplied."""
+    mean = model.sample_with_mean(structures, samples=200)[1].energy
+    for index, atoms in enumerate(structures):
+        sample = model.sample(atoms, samples=1, seed=1000 + index).energy[0, 0]
+        atoms.calc.results["energy"] = float(mean[index] + factor * (sample - mean[index]))
+
+
+@pytest.mark.parametrize("factor", [0.2, 5.0])
+def test_energies_have_a_factor_of_their_own(factor, tmp_path):
+    """It changes the spread that is reported, in evaluations too; samples and members stay as they are."""
+    model = randomise_noise(pmlip.perturb(tiny_backbone()), scale=0.1)
+    structures = labelled_by_its_own_samples(model)
+    with_energy_errors(model, structures, factor)
+    model.scale_spread(2.0)
+    model.history = History(config={}, energy_offsets=False)  # keeps the mean of the noise that made the labels
+    found = calibrate(model, structures, samples=64)
+    assert found.factor == pytest.approx(0.5, rel=0.15)  # of the forces alone
+    assert found.energy_factor == pytest.approx(factor, rel=0.25)
+    assert abs(np.log(found.energy_ssr[1])) < 0.25 < abs(np.log(found.energy_ssr[0]))
+    drawn, mean = model.sample_with_mean(structures, samples=64)
+    result = pmlip.evaluate(model, structures, samples=64)
+    assert result.scores["energy"]["ssr"] == pytest.approx(1, abs=0.25)
+    torch.testing.assert_close(result.drawn.spread.energy, found.energy_factor * drawn.spread.energy)
+    assert torch.equal(result.drawn.forces, drawn.forces)
+    atoms = structures[0].copy()
+    atoms.calc = pmlip.PMLIPCalculator(model, samples=64, ensembles=True)
+    assert atoms.get_potential_energy() == pytest.approx(float(mean.energy[0]))
+    results, reported = atoms.calc.results, found.energy_factor * float(drawn.spread.energy[0])
+    assert results["energy_uncertainty"] == pytest.approx(reported, rel=1e-6)
+    assert results["energy_var"] == pytest.approx(reported**2, rel=1e-6)
+    np.testing.assert_allclose(results["energy_ensemble"], drawn.energy[:, 0], atol=1e-9)
+    member = model.member(2).calculator()
+    assert member.get_potential_energy(structures[0].copy()) == pytest.approx(float(drawn.energy[2, 0]))
+    # a file keeps the factor, and another calibration starts from the samples, not from the reported spread
+    again = (model.save(tmp_path / "model.pt"), pmlip.load(tmp_path / "model.pt", backbone=tiny_backbone()))[1]
+    assert again.calibration == found
+    assert calibrate(again, structures, samples=64).energy_factor == pytest.approx(found.energy_factor, rel=0.05)
+
+
+@pytest.mark.parametrize(("labelled", "energies"), [(7, True), (20, False)])
+def test_a_factor_of_the_energies_needs_enough_energies(labelled, energies):
+    model = randomise_noise(pmlip.perturb(tiny_backbone()), scale=0.1)
+    structures = labelled_by_its_own_samples(model, 20)
+    with_energy_errors(model, structures, 0.2)
+    for atoms in structures[labelled:]:
+        del atoms.calc.results["energy"]
+    found = calibrate(model, structures, energies=energies)
+    assert found.energy_factor == 1
+    assert found.energy_ssr is None
+
+
+def test_energies_without_a_label_do_not_count():
+    model = randomise_noise(pmlip.perturb(tiny_backbone()), scale=0.1)
+    structures = labelled_by_its_own_samples(model, 30)
+    with_energy_errors(model, structures, 0.2)
+    for atoms in structures[:10]:
+        del atoms.calc.results["energy"]
+    found = calibrate(model, structures)
+    drawn, mean = model.sample_with_mean(structures[10:], samples=16)
+    atoms, target = drawn.atoms_per_system, pmlip.labels(structures[10:]).energy
+    expected = best_factor(drawn.energy / atoms, target / atoms, mean=mean.energy / atoms)
+    assert found.energy_factor == pytest.approx(expected, rel=1e-3)
+
+
+def test_intervals_wider_than_the_forces_are_withheld():
+    model = randomise_noise(pmlip.perturb(tiny_backbone()), scale=0.1)
+    structures = labelled_by_its_own_samples(model, 25)
+    assert calibrate(model, structures, level=0.9).withheld is None
+    few = calibrate(model, structures[:5], level=0.9)
+    assert few.conformal is None
+    assert few.withheld == "intervals with guaranteed 90% coverage need more than 5 structures"
+    for index, atoms in enumerate(structures):  # half of the forces are pure noise, as in a file with wrong labels
+        forces = atoms.calc.results["forces"]
+        large = 20 * np.random.default_rng(index).standard_cauchy(size=forces.shape)
+        atoms.calc.results["forces"] = 0.01 * forces + np.where(np.arange(4)[:, None] == 0, np.clip(large, -9, 9), 0)
+    found = calibrate(model, structures, level=0.9)
+    assert found.conformal is None
+    assert "would be wider than the forces: their median half-width is" in found.withheld
+    assert model.calibration.conformal_for(16) is None
+
+
+def test_calibrations_from_before_have_no_factor_of_the_energies():
+    model = randomise_noise(pmlip.perturb(tiny_backbone()), scale=0.1)
+    record = asdict(calibrate(model, labelled_by_its_own_samples(model, 25), level=0.9))
+    assert Calibration.from_record(record) == model.calibration
+    old = {name: value for name, value in record.items() if name not in ("withheld", "energy_factor", "energy_ssr")}
+    loaded = Calibration.from_record(old)
+    assert (loaded.energy_factor, loaded.energy_ssr, loaded.withheld) == (1.0, None, None)
+    assert loaded.conformal == model.calibration.conformal

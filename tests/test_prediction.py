@@ -77,6 +77,18 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(model, tmp_path, monkeypat
     assert (tmp_path / "out.extxyz").read_text() == (tmp_path / "whole.extxyz").read_text()
 
 
+def test_the_spread_of_the_energies_has_its_own_factor(model, tmp_path):
+    write(tmp_path / "in.extxyz", water(4))
+    drawn = model.sample(water(4), samples=4)
+    model.calibration = calibration(conformal=None, samples=4, energy_factor=0.25)
+    predict_file(model, tmp_path / "in.extxyz", tmp_path / "out.extxyz", samples=4)
+    found = read(tmp_path / "out.extxyz", ":")
+    reported = [atoms.info["energy_uncertainty"] for atoms in found]
+    np.testing.assert_allclose(reported, 0.25 * drawn.spread.energy, rtol=1e-5)
+    forces = np.concatenate([atoms.arrays["forces_uncertainty"] for atoms in found])
+    np.testing.assert_allclose(forces, drawn.spread.forces, atol=1e-7)
+
+
 def test_references_that_are_there_already_stay(model, tmp_path):
     """The predictions of one model as the input of another: the DFT labels are still those of DFT."""
     (atoms,) = water(1)

@@ -1,3 +1,5 @@
+import base64
+import json
 import re
 import shutil
 import time
@@ -13,9 +15,11 @@ import pmlip
 from conftest import randomise_noise
 from molecules import calibration
 from pmlip.evaluation import Evaluation, evaluate
+from pmlip.novelty import Novelty
 from pmlip.report import write_report
 from pmlip.report.entry import Entry, score_row
-from pmlip.report.verdicts import sentences
+from pmlip.report.verdicts import energy_and_stress, headline, sentences
+from pmlip.report.view import SHOWN, view
 from pmlip.samples import Outputs, Samples
 from tiny import tiny_backbone
 
@@ -47,19 +51,29 @@ def evaluated(model, data):
     return evaluate(model, data, samples=32)
 
 
-def drawn(*, error, name="data.extxyz", count=40, atoms=6, same=False):
-    """A model whose errors are normal, and `error` times as large as its spread, which differs between atoms."""
+def drawn(*, error, name="data.extxyz", count=40, atoms=6, same=False, outside=None, others=None):
+    """A model whose errors are normal, and `error` times as large as its spread, which differs between atoms.
+
+    outside: number of structures outside the training set; None: no novelty. others: other outputs, and how many times
+    their error is as large as their spread.
+    """
     random = np.random.default_rng(0)
     width = np.ones((count * atoms, 3)) if same else np.repeat(random.uniform(0.2, 2, (count * atoms, 1)), 3, 1)
     samples = width * random.normal(size=(32, count * atoms, 3))
     target = error * width * random.normal(size=(count * atoms, 3))
     system = torch.repeat_interleave(torch.arange(count), atoms)
-    of_samples, of_labels = (
-        Samples({"forces": torch.tensor(samples)}, system),
-        Outputs({"forces": torch.tensor(target)}, system),
-    )
-    mean = of_samples.mean
-    return Entry("p-tiny", name, Evaluation(of_samples, mean, mean, of_labels))
+    named, labelled = {"forces": torch.tensor(samples)}, {"forces": torch.tensor(target)}
+    for output, times in (others or {}).items():
+        shape = (count, 6) if output == "stress" else (count,)
+        named[output] = torch.tensor(random.normal(size=(32, *shape)))
+        labelled[output] = torch.tensor(times * random.normal(size=shape))
+    of_samples, of_labels = Samples(named, system), Outputs(labelled, system)
+    mean, novelty = of_samples.mean, None
+    if outside is not None:
+        far = torch.arange(count) < outside
+        values = 1 + 5 * far.double()
+        novelty = Novelty(values[system], values, far, torch.ones(count * atoms), mean)
+    return Entry("p-tiny", name, Evaluation(of_samples, mean, mean, of_labels, novelty=novelty))
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +127,128 @@ def test_a_report_does_not_judge_an_interval_that_the_calculator_does_not_give()
     """The evaluation has 32 samples, fewer than the calibration."""
     record = {"calibration": asdict(calibration(conformal=1.96, samples=33))}
     assert "conformal interval" not in said(drawn(error=1.0), records={"p-tiny": record})
+
+
+def test_a_report_says_why_there_is_no_interval():
+    withheld = "intervals would be wider than the forces"
+    record = {"calibration": asdict(calibration(conformal=None, samples=32, withheld=withheld))}
+    found = {one["text"]: one["verdict"] for one in sentences([drawn(error=1.0)], (), {"p-tiny": record})}
+    assert found["No conformal intervals: intervals would be wider than the forces."] == "fair"
+
+
+@pytest.mark.parametrize(("conformal", "verdict"), [(1.5, "bad"), (2.0, "good"), (4.0, "fair")])
+def test_an_interval_that_covers_nearly_everything_is_not_good(conformal, verdict):
+    record = {"calibration": asdict(calibration(conformal=conformal, samples=32))}
+    (found,) = [one for one in sentences([drawn(error=1.0)], (), {"p-tiny": record}) if "conformal" in one["text"]]
+    assert found["verdict"] == verdict
+    assert ("It is wider than needed." in found["text"]) == (verdict == "fair")
+
+
+@pytest.mark.parametrize(
+    ("error", "verdict", "text"),
+    [
+        (1.05, "good", r"The error bars of the {} are accurate to \d+ % on hot.xyz \(SSR (0\.[89]|1\.0)\d\)\."),
+        (
+            0.6,
+            "fair",
+            r"The spread of the {} is 1\.\d times too wide on hot.xyz \(SSR 1\.\d\d\): \w+ error bars are a rough",
+        ),
+        (0.1, "bad", r"The spread of the {} is [45]\.\d times too wide on hot.xyz \(SSR [45]\.\d\d\): do not use "),
+        (5.0, "bad", r"The spread of the {} is [45]\.\d times too narrow on hot.xyz \(SSR 0\.\d\d\): do not use "),
+    ],
+)
+@pytest.mark.parametrize(("output", "name"), [("energy", "energies"), ("stress", "stress")])
+def test_energies_and_stress_have_a_verdict(output, name, error, verdict, text):
+    """On each set of structures, and not from a few structures or without labels."""
+    entry = drawn(error=1.0, name="hot.xyz", count=200, others={output: error})
+    ((found, said),) = energy_and_stress(entry)
+    assert found == verdict
+    assert re.match(text.format(name), said), said
+    for inside, unseen in (([entry], []), ([drawn(error=1.0)], [entry])):
+        assert {"verdict": verdict, "text": said} in sentences(inside, unseen, {})
+    assert not energy_and_stress(drawn(error=1.0, count=7, others={output: error}))
+    assert not energy_and_stress(drawn(error=1.0))
+
+
+def test_the_headline_says_what_to_do():
+    right, wide = drawn(error=1.0, name="test.xyz", outside=0), drawn(error=0.3, name="test.xyz", outside=0)
+    verdict, text = headline(right, [drawn(error=1.0, name="hot.xyz", outside=12)])
+    assert verdict == "fair"
+    assert re.fullmatch(
+        r"Reliable on structures like test.xyz \(force error bars accurate to \d %\); 12 of 40 structures of hot.xyz "
+        r"lie outside the training set: label some of them and train again\.",
+        text,
+    )
+    verdict, text = headline(right, [drawn(error=1.0, name="hot.xyz", outside=0)])
+    assert verdict == "good"
+    assert text.endswith("; no structure of test.xyz or hot.xyz lies outside the training set.")
+    verdict, text = headline(right, [drawn(error=4.0, name="hot.xyz", outside=0)])
+    assert verdict == "fair"  # although novelty sees nothing
+    assert re.search(r"; on hot.xyz, force error bars are [34]\.\d times too narrow; ", text)
+    verdict, text = headline(wide, ())
+    assert verdict == "bad"
+    assert re.match(
+        r"Not reliable on structures like test.xyz \(force error bars [23]\.\d times too wide\): run ", text
+    )
+    assert headline(drawn(error=1.6, outside=0), ())[0] == "fair"
+
+
+def test_the_headline_says_what_it_cannot_tell():
+    assert "cannot tell which structures lie outside" in headline(drawn(error=1.0), ())[1]
+    assert "add novelty with pmlip novelty." in headline(drawn(error=1.0), ())[1]
+    few = headline(drawn(error=1.0, count=7, outside=0), ())
+    assert few[0] == "fair"
+    assert few[1].startswith("data.extxyz has fewer than 8 structures, too few to judge the force error bars")
+
+
+def test_the_page_begins_with_the_headline(page):
+    first = re.search(r'<p class="headline (\w+)">([^<]*)</p>', page.read_text())
+    assert first[1] in ("good", "fair", "bad")
+    assert "on structures like data.extxyz" in first[2]
+
+
+@pytest.fixture(scope="module")
+def unusual(model):
+    """Structures, of which the last is the most unusual and the first has an atom of infinite novelty."""
+    knowing, data = randomise_noise(pmlip.perturb(tiny_backbone()), scale=0.2), structures(model, count=24)
+    knowing.fit_novelty(structures(model, count=20, seed=3))
+    data[0].numbers[0] = 16
+    data[-1].positions[1] *= 1.5
+    for index in (0, -1):
+        data[index].calc.atoms = data[index].copy()
+    return evaluated(knowing, data)
+
+
+def test_the_view_shows_the_most_unusual_structures_and_their_novelty(unusual):
+    assert unusual.novelty.structure[0].isinf()
+    dataset = json.loads(base64.b64decode(view(Entry("p-tiny", "data.extxyz", unusual))))
+    shown = dataset["properties"]["novelty"]
+    assert shown["target"] == "atom"
+    assert len(dataset["structures"]) == SHOWN
+    assert len(shown["values"]) == SHOWN * 6 == len(dataset["properties"]["force uncertainty"]["values"])
+    positions = [np.array([one["x"], one["y"], one["z"]]).T for one in dataset["structures"]]
+    by_novelty = np.argsort(-unusual.structure_novelty)[: SHOWN // 2]
+    by_spread = np.argsort(
+        -np.array([unusual.drawn.spread.forces[unusual.drawn.system == i].norm(dim=1).max() for i in range(24)])
+    )[: SHOWN // 2]
+    for index in {0, *by_novelty, *by_spread}:
+        assert any(np.allclose(unusual.listed[index].positions, one) for one in positions)
+    # infinite values are above all others, and do not hide the differences between the others
+    values, atom = np.array(shown["values"]), unusual.novelty.atom
+    finite = atom[atom.isfinite()]
+    assert values.max() <= 2 * float(finite.max())
+    assert values[values < values.max()].max() <= float(finite.max())
+
+
+def test_a_report_with_infinite_novelty(unusual, tmp_path):
+    write_report(tmp_path / "report.html", {"p-tiny": unusual}, unseen={"again.extxyz": unusual})
+    text = (tmp_path / "report.html").read_text()
+    assert "To colour by novelty, open the menu" in text
+    assert re.search(r'id="novelty">\s*<svg', text)
+
+
+def test_a_report_without_novelty_does_not_offer_it(page):
+    assert "To colour by novelty" not in page.read_text()
 
 
 def test_scores_have_intervals_around_them():

@@ -55,6 +55,15 @@ def test_mean_per_system_weighs_entries_alike():
     assert mean_per_system(values, SYSTEM, 2).tolist() == [4.0, 15.0]
 
 
+def test_samples_can_be_scaled_about_another_mean():
+    samples = make()
+    centre = Outputs({name: value + 1 for name, value in samples.mean.items()}, SYSTEM)
+    scaled = samples.scaled(1.0, energy=0.5, mean=centre)
+    torch.testing.assert_close(scaled.energy - centre.energy, 0.5 * (samples.energy - centre.energy))
+    torch.testing.assert_close(scaled.spread.energy, 0.5 * samples.spread.energy)
+    torch.testing.assert_close(scaled.forces, samples.forces)
+
+
 def test_scaling_keeps_the_mean():
     samples = Samples({"forces": torch.randn(5, 4, 3, dtype=torch.float64)}, torch.tensor([0, 0, 1, 1]))
     scaled = samples.scaled(1.7)

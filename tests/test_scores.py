@@ -155,3 +155,5 @@ def test_the_score_of_scaled_samples_is_that_of_samples_with_that_spread(factor,
     expected = fair_crps(draws, target).mean()
     found = fair_crps_of_scaled(draws / factor, target, factor).mean()
     assert float(found) == pytest.approx(float(expected), rel=5e-3)
+    about_known = fair_crps_of_scaled(draws / factor, target, factor, mean=torch.zeros(200_000)).mean()
+    assert float(about_known) == pytest.approx(float(expected), rel=5e-3)

@@ -8,6 +8,7 @@ from ase.build import bulk
 
 import pmlip
 from conftest import randomise_noise
+from molecules import calibration
 
 pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
 with warnings.catch_warnings():
@@ -43,6 +44,15 @@ def test_it_gives_what_the_calculator_gives(model):
         np.testing.assert_allclose(outputs["stress"][index], atoms.get_stress(voigt=False), atol=1e-5)
         spread = atoms.calc.results["forces_uncertainty"]
         np.testing.assert_allclose(outputs["forces_uncertainty"][own], spread, atol=1e-4)
+
+
+def test_the_spread_of_the_energies_has_its_own_factor(model, monkeypatch):
+    state = torch_sim.io.atoms_to_state([bulk("Si")], torch.device("cpu"), torch.float64)
+    as_drawn = TorchSimModel(model, samples=2)(state)
+    monkeypatch.setattr(model, "calibration", calibration(conformal=None, samples=2, energy_factor=0.25))
+    scaled = TorchSimModel(model, samples=2)(state)
+    torch.testing.assert_close(scaled["energy_uncertainty"], 0.25 * as_drawn["energy_uncertainty"])
+    torch.testing.assert_close(scaled["forces_uncertainty"], as_drawn["forces_uncertainty"])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -53,7 +53,8 @@ class PMLIPCalculator(Calculator):
     prediction without noise, novelty, and error bars of the forces from novelty.
 
     and the variances energy_var and stress_var, named as in MACE. ensembles=True adds energy_ensemble (K,),
-    forces_ensemble (K, atom, 3), stress_ensemble (K, 6), and forces_comm, a second name of forces_ensemble.
+    forces_ensemble (K, atom, 3), stress_ensemble (K, 6), and forces_comm, a second name of forces_ensemble. Calibration
+    has a separate factor for energies: energy_uncertainty and energy_var include it, energy_ensemble does not.
 
     point: "mean" gives the mean over all noise for energy, forces and stress, estimated from the samples and two more
     passes (`Method.sample_with_mean`); "zero" gives the prediction without noise. Every call draws the same samples
@@ -113,15 +114,16 @@ class PMLIPCalculator(Calculator):
             self.results = one_pass(found)[0]
             self.results["free_energy"] = self.results["energy"]
             return
+        calibration = self.model.calibration
+        conformal = None
         if self.point == "mean":
             drawn, chosen = self.model.sample_with_mean(self.atoms, samples=self.samples, seed=self.seed)
-            calibration = self.model.calibration
             conformal = calibration.conformal_for(self.samples) if calibration else None
         else:  # conformal intervals hold for the mean only
-            conformal = None
             drawn = self.model.sample(self.atoms, samples=self.samples, seed=self.seed)
             chosen = self.model.predict(self.atoms)
-        self.results = uncertainties(drawn, conformal=conformal)[0]
+        energy_factor = calibration.energy_factor if calibration else 1.0
+        self.results = uncertainties(drawn, conformal=conformal, energy_factor=energy_factor)[0]
         if found is not None:
             self.results |= novelty_of(found)[0]
         self.results |= {
@@ -194,10 +196,13 @@ class SampleCalculator(Calculator):
             self.results["stress"] = found.stress[0].double().numpy()
 
 
-def uncertainties(drawn: Samples, *, conformal: float | None = None) -> list[dict[str, Any]]:
+def uncertainties(
+    drawn: Samples, *, conformal: float | None = None, energy_factor: float = 1.0
+) -> list[dict[str, Any]]:
     """Uncertainties of each structure by name (`SPREADS_PER_STRUCTURE` and `SPREADS_PER_ATOM`).
 
-    conformal: factor of the force intervals, from `Calibration.conformal_for`; None: no intervals.
+    conformal: factor of the force intervals, from `Calibration.conformal_for`; None: no intervals. energy_factor:
+    factor on the spread of the energies, from `Calibration.energy_factor`.
     """
     spread = drawn.spread
     found = []
@@ -205,7 +210,7 @@ def uncertainties(drawn: Samples, *, conformal: float | None = None) -> list[dic
         forces = spread.forces[drawn.system == index].double().numpy()
         per_atom = np.sqrt((forces**2).sum(-1))
         own: dict[str, Any] = {
-            "energy_uncertainty": float(spread.energy[index]),
+            "energy_uncertainty": energy_factor * float(spread.energy[index]),
             "forces_uncertainty": forces,
             "atom_uncertainty": per_atom,
             "max_atom_uncertainty": float(per_atom.max()),

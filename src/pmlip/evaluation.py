@@ -116,7 +116,8 @@ def evaluate(
 ) -> Evaluation:
     """Score samples, their mean, the mean over all noise (`Method.sample_with_mean`), and the noise-free prediction.
 
-    Entries without a label do not count. Scores of the spread need at least 2 samples.
+    Entries without a label do not count. Scores of the spread need at least 2 samples. The spread of the energies is
+    the reported one, which includes `Calibration.energy_factor`.
     """
     listed = as_structures(structures)
     target = labels(listed)
@@ -126,6 +127,8 @@ def evaluate(
     began = time.perf_counter()
     drawn, expected = model.sample_with_mean(listed, samples=count, seed=seed, progress=progress)
     seconds = time.perf_counter() - began
+    if model.calibration is not None and model.calibration.energy_factor != 1:
+        drawn = drawn.scaled(1.0, energy=model.calibration.energy_factor, mean=expected)
     novelty = model.novelty(listed) if model.training_features else None
     return Evaluation(drawn, expected, model.predict(listed), target, seconds, listed, novelty=novelty)
 

@@ -55,10 +55,9 @@ def predict_file(
     structures = iterate(source)
     if done:
         _check_same(next(itertools.islice(structures, done - 1, done), None), partial, source)
-    conformal = model.calibration.conformal_for(count) if model.calibration else None
     while batch := list(itertools.islice(structures, BATCH)):
         try:
-            found = _predict(model, as_structures(batch), count, seed, conformal)
+            found = _predict(model, as_structures(batch), count, seed)
         except StructureError as error:
             raise ValueError(f"{source}: {error.after(done)}") from error
         with partial.open("a") as file:
@@ -76,16 +75,19 @@ def predict_file(
     return done
 
 
-def _predict(
-    model: Method, structures: list[Atoms], samples: int, seed: int, conformal: float | None
-) -> list[dict[str, Any]]:
+def _predict(model: Method, structures: list[Atoms], samples: int, seed: int) -> list[dict[str, Any]]:
     """Predictions and uncertainties of each structure, by name."""
     novelty = model.novelty(structures) if model.training_features else None
     if not samples:
         assert novelty is not None
         return one_pass(novelty)
     drawn, mean = model.sample_with_mean(structures, samples=samples, seed=seed)
-    found = uncertainties(drawn, conformal=conformal)
+    calibration = model.calibration
+    found = uncertainties(
+        drawn,
+        conformal=calibration.conformal_for(samples) if calibration else None,
+        energy_factor=calibration.energy_factor if calibration else 1.0,
+    )
     for index, own in enumerate(found):
         own |= {"energy": float(mean.energy[index]), "forces": mean.forces[drawn.system == index].numpy()}
         if "stress_uncertainty" in own:

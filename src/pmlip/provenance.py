@@ -19,17 +19,20 @@ class Calibration:
     crps: tuple[float, float]  # eV/Å, of the validation forces, before and after
     ssr: tuple[float, float]  # spread-skill ratio of the validation forces, before and after
     level: float  # probability of the conformal intervals
-    conformal: float | None  # intervals are mean ± conformal * sigma; None: too few structures for the level
+    conformal: float | None  # intervals are mean ± conformal * sigma; None: see `withheld`
     structures: int
     samples: int  # K during calibration; the intervals hold for this number of samples or more
     seed: int = 0
     shift: float = 0.0  # eV per atom, added to all energies to keep their mean unchanged
     data: str | None = None  # name of the validation data
+    withheld: str | None = None  # why there are no conformal intervals
+    energy_factor: float = 1.0  # multiplies the reported spread of the energies; the samples keep theirs
+    energy_ssr: tuple[float, float] | None = None  # before and after; None: too few energies to fit the factor
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
         """A calibration from the plain values of a file."""
-        pairs = {name: tuple(record[name]) for name in ("crps", "ssr")}
+        pairs = {name: tuple(record[name]) for name in ("crps", "ssr", "energy_ssr") if record.get(name)}
         return cls(**{name: value for name, value in record.items() if name in _names(cls)} | pairs)
 
     def conformal_for(self, samples: int) -> float | None:

@@ -93,11 +93,17 @@ class Samples(Outputs):
             raise ValueError(f"samples must be 1 to {self.count}, the number of samples here; got samples={samples}")
         return Samples({name: value[:samples] for name, value in self.items()}, self.system, trained=self.trained)
 
-    def scaled(self, factor: float, *, energy: float | None = None) -> "Samples":
-        """Multiply the spread by `factor` and keep the mean; energy: another factor for the energies."""
-        mean = self.mean
+    def scaled(self, factor: float, *, energy: float | None = None, mean: Outputs | None = None) -> "Samples":
+        """Multiply the spread by `factor`; energy: another factor for the energies.
+
+        mean: the point about which samples are scaled; by default the mean of the samples.
+        """
+        mean = self.mean if mean is None else mean
         factors = dict.fromkeys(self, factor) | ({} if energy is None else {"energy": energy})
-        named = {name: mean[name] + factors[name] * (value - mean[name]) for name, value in self.items()}
+        named = {
+            name: value if factors[name] == 1 else mean[name] + factors[name] * (value - mean[name])
+            for name, value in self.items()
+        }
         return Samples(named, self.system, trained=self.trained)
 
 

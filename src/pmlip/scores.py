@@ -27,18 +27,22 @@ def fair_crps(samples: Tensor, target: Tensor) -> Tensor:
     return almost_fair_crps(samples, target, fairness=1.0)
 
 
-def fair_crps_of_scaled(samples: Tensor, target: Tensor, factor: float) -> Tensor:
+def fair_crps_of_scaled(samples: Tensor, target: Tensor, factor: float, *, mean: Tensor | None = None) -> Tensor:
     """Return the fair CRPS of a distribution with the same mean and `factor` times the spread of the samples.
+
+    mean: the true mean mu, if it is known.
 
     Samples are scaled about the sample mean m, not about the unknown true mean mu, and m - mu has variance s^2 / K (s:
     spread). For the error term, samples move to m + g (x - m) with g^2 (1 - 1/K) = f^2 - 1/K, where f is the factor:
-    their variance about mu is then f^2 s^2. In the spread term, the distance of each pair is multiplied by f.
+    their variance about mu is then f^2 s^2. With a known mean, they move to mu + g (x - m) with g^2 (1 - 1/K) = f^2. In
+    the spread term, the distance of each pair is multiplied by f.
     """
-    if factor == 1:
+    if factor == 1 and mean is None:
         return fair_crps(samples, target)
-    count, mean = len(samples), samples.mean(0)
-    stretch = math.sqrt(max(factor**2 - 1 / count, 0.0) / (1 - 1 / count))
-    moved = mean + stretch * (samples - mean)
+    count, own = len(samples), samples.mean(0)
+    centre, known = (own, 1 / count) if mean is None else (mean, 0.0)
+    stretch = math.sqrt(max(factor**2 - known, 0.0) / (1 - 1 / count))
+    moved = centre + stretch * (samples - own)
     apart = (samples - target).abs().mean(0) - fair_crps(samples, target)
     return (moved - target).abs().mean(0) - factor * apart
 

@@ -6,29 +6,36 @@ import numpy as np
 from scipy.optimize import minimize, minimize_scalar
 from torch import Tensor
 
-from pmlip.scores import fair_crps, gaussian_crps
+from pmlip.scores import fair_crps, fair_crps_of_scaled, gaussian_crps
 
 SMALLEST = 0.02  # lower bound of a fitted factor
 LARGEST_POWER = 2.0
 LEVEL = 0.95  # default coverage of an interval
 
 
-def best_factor(samples: Tensor, target: Tensor) -> float:
+def best_factor(samples: Tensor, target: Tensor, *, mean: Tensor | None = None) -> float:
     """Return the factor on the spread that minimises the CRPS, corrected for finite K; samples (sample, ...), K >= 3.
 
-    The fit minimises the CRPS of mean + f (sample - mean) over f. The sample mean differs from the true mean by about
-    spread / sqrt(K) and lies closer to the samples. For normal samples, the squared factor about the true mean is
-    (1 - 1/K)(1 - 2/K) f^2 - 1/K; its square root is returned.
+    mean: the mean over all noise, if it is known; the fit then minimises `fair_crps_of_scaled`.
+
+    Otherwise, the fit minimises the CRPS of mean + f (sample - mean) over f. The sample mean differs from the true mean
+    by about spread / sqrt(K) and lies closer to the samples. For normal samples, the squared factor about the true mean
+    is (1 - 1/K)(1 - 2/K) f^2 - 1/K; its square root is returned.
     """
     count = len(samples)
     check_count(count)
-    mean = samples.mean(0)
-    around = samples - mean
+    own = samples.mean(0)
+    around = samples - own
 
     def crps(log_factor: float) -> float:
-        return float(fair_crps(mean + float(np.exp(log_factor)) * around, target).mean())
+        factor = float(np.exp(log_factor))
+        if mean is not None:
+            return float(fair_crps_of_scaled(samples, target, factor, mean=mean).mean())
+        return float(fair_crps(own + factor * around, target).mean())
 
     fitted = float(np.exp(minimize_scalar(crps, bounds=(-4, 4), method="bounded").x))
+    if mean is not None:
+        return fitted
     return math.sqrt(max((1 - 1 / count) * (1 - 2 / count) * fitted**2 - 1 / count, SMALLEST**2))
 
 

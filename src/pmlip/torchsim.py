@@ -45,8 +45,9 @@ class TorchSimModel(ModelInterface):
             outputs |= {"novelty": found.structure, "atom_novelty": found.atom}
         if self.samples:
             drawn, mean = self.model.sample_with_mean(structures, samples=self.samples, seed=self.seed)
-            spread = drawn.spread
-            outputs |= {"energy_uncertainty": spread.energy, "forces_uncertainty": spread.forces}
+            spread, calibration = drawn.spread, self.model.calibration
+            energy_factor = calibration.energy_factor if calibration else 1.0
+            outputs |= {"energy_uncertainty": energy_factor * spread.energy, "forces_uncertainty": spread.forces}
         else:
             mean = found.predicted
             outputs["forces_uncertainty"] = found.sigma[:, None].expand(-1, 3)

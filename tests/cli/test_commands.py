@@ -141,6 +141,10 @@ def test_evaluate_leaves_out_what_was_trained_on(finetuned, tmp_path):
     table = invoke("evaluate", out / "model.pt", SILICA, "--samples", "3", "--count", "4").output
     assert "SSR" in table
     assert "|F| alone" in table
+    last = "silica_pbe.extxyz.xz has fewer than 8 structures, too few to judge the force error bars; "
+    assert printed["verdict_text"].startswith(last)
+    assert re.search(rf"{last}[^;]*\.$", " ".join(table.split()))
+    assert printed["verdict"] == "fair"
 
 
 def test_a_report_of_two_models_side_by_side(finetuned, tmp_path):
@@ -355,11 +359,37 @@ def test_calibrate_stores_the_scale(finetuned, tmp_path):
     assert result.exit_code == 0, result.output
     said = " ".join(result.output.split())
     assert "The spread was multiplied by" in said
-    assert "need more than 3 structures" in said
+    assert "No conformal intervals: intervals with guaranteed 95% coverage need more than 3 structures." in said
+    assert "have no second factor, because its fit needs at least 8 structures with energies" in said
     calibration = json.loads(invoke("info", tmp_path / "scaled.pt", "--json").stdout)["calibration"]
     assert calibration["data"] == "valid.extxyz"
     before, after = (pmlip.load(file).noise.w_z for file in (out / "model.pt", tmp_path / "scaled.pt"))
     torch.testing.assert_close(after, calibration["factor"] * before)
+
+
+def test_calibrate_fits_energies_and_says_so(finetuned, tmp_path):
+    out, _ = finetuned
+    write(tmp_path / "valid.extxyz", read(SILICA, index=":8"))
+    files = (out / "model.pt", tmp_path / "valid.extxyz", "--out", tmp_path / "scaled.pt")
+    result = invoke("calibrate", *files, "--samples", "4")
+    assert result.exit_code == 0, result.output
+    factor = pmlip.load(tmp_path / "scaled.pt").calibration.energy_factor
+    assert f"Energy error bars have a second factor, {factor:.2f}: SSR" in " ".join(result.output.split())
+    assert f"energy_factor {factor:.4g}" in " ".join(
+        invoke("info", tmp_path / "scaled.pt").output.replace("│", " ").split()
+    )
+    # what evaluate and predict report
+    given = (tmp_path / "scaled.pt", tmp_path / "valid.extxyz", "--samples", "4")
+    scored = invoke("evaluate", *given)
+    assert re.search(
+        r"(error bars|spread) of the energies (is|are) .* on valid.extxyz", " ".join(scored.output.split())
+    )
+    ends = ("label some of them and train again.", "lies outside the training set.")
+    assert " ".join(scored.output.split()).endswith(ends)
+    assert invoke("predict", *given, "--out", tmp_path / "out.extxyz").exit_code == 0
+    drawn = pmlip.load(tmp_path / "scaled.pt").sample(read(SILICA, index=0), samples=4)
+    reported = read(tmp_path / "out.extxyz", 0).info["energy_uncertainty"]
+    assert reported == pytest.approx(factor * float(drawn.spread.energy[0]), rel=1e-3)
 
 
 @pytest.mark.slow

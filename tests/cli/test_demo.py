@@ -28,5 +28,5 @@ def test_the_demo_trains_shows_and_saves(tmp_path: Path, monkeypatch):
     assert "structures (other polymorphs) lie outside the training set: label some of them first" in result.stdout
     for name in ("spread-and-error.png", "unseen.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-    assert "P-CHGNet on as in training" in (tmp_path / "report.html").read_text()
+    assert "P-CHGNet on the test set" in (tmp_path / "report.html").read_text()
     assert pmlip.load(tmp_path / "p-chgnet.pt").trained

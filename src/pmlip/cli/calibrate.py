@@ -52,9 +52,10 @@ def calibrate(
     ] = Path("calibrated.pt"),
     as_json: AsJson = False,
 ) -> None:
-    """Scale the spread of a model by one factor, fitted to its errors on held-out structures.
+    """Scale the spread of a model by one factor, fitted to its force errors on held-out structures.
 
-    The scale of novelty and its error bars are fitted to the same structures.
+    Energy error bars have a second factor, fitted to the energy errors. The scale of novelty and its error bars are
+    fitted to the same structures.
 
     Example: pmlip calibrate p-chgnet/model.pt valid.extxyz --out p-chgnet/calibrated.pt
     """
@@ -90,10 +91,14 @@ def calibrate_and_print(
     samples: int = 16,
     seed: int = 0,
     level: float = 0.95,
+    energies: bool = True,
     chunk_atoms: int | None = None,
     console: Console,
 ) -> dict[str, Any]:
-    """Calibrate a model in place and print the result; data: name of the structures, which the model keeps."""
+    """Calibrate a model in place and print the result.
+
+    energies: whether to fit a factor to the energies too. data: name of the structures, which the model keeps.
+    """
     from pmlip import calibration
 
     with progress_bar(console) as bar:
@@ -103,6 +108,7 @@ def calibrate_and_print(
             samples=samples,
             seed=seed,
             level=level,
+            energies=energies,
             data=data,
             chunk_atoms=chunk_atoms,
             progress=counter(bar, "calibrating"),
@@ -112,8 +118,19 @@ def calibrate_and_print(
         f"The spread was multiplied by {result.factor:.2f}: SSR {ratio_before:.2f} -> {ratio_after:.2f}, CRPS of the "
         f"forces {1e3 * before:.1f} -> {1e3 * after:.1f} meV/Å on {result.structures} structures."
     )
+    if result.energy_ssr is not None:
+        ratio_before, ratio_after = result.energy_ssr
+        console.print(
+            f"Energy error bars have a second factor, {result.energy_factor:.2f}: SSR {ratio_before:.2f} -> "
+            f"{ratio_after:.2f}. It does not change the samples."
+        )
+    elif energies:
+        console.print(
+            "Energy error bars have no second factor, because its fit needs at least "
+            f"{calibration.FEWEST_ENERGIES} structures with energies."
+        )
     if result.conformal is None:
-        console.print(f"Intervals with guaranteed {level:.0%} coverage need more than {result.structures} structures.")
+        console.print(f"No conformal intervals: {result.withheld}.")
     else:
         console.print(
             f"With {result.samples} samples, a force component of a similar structure lies within mean ± "

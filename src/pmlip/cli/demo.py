@@ -20,7 +20,7 @@ TEST_SAMPLES = 16
 SHOWN = ("mae_expected", "crps", "ssr", "spearman_atom", "spearman_atom_of_force")  # scores
 STEP_COST = 2.5  # cost of a pass with gradients, relative to one without; for the estimate of the time left
 TESTS = {
-    "test": "as in training",
+    "test": "the test set",
     "hot": "1500 to 3000 K",
     "strained": "strained to 8 %",
     "polymorph": "other polymorphs",

@@ -23,6 +23,8 @@ from pmlip.cli.options import (
 )
 from pmlip.cli.progress import counter, progress_bar
 
+COLOURS = {"good": "green", "fair": "yellow", "bad": "red"}
+
 if TYPE_CHECKING:
     from pmlip.evaluation import Evaluation
     from pmlip.methods import Method
@@ -90,6 +92,8 @@ def evaluate(
     from pmlip.cli.score_table import comparison_line, legend, score_table_of
     from pmlip.provenance import as_record, environment
     from pmlip.report import check_installed, write_report
+    from pmlip.report.entry import Entry
+    from pmlip.report.verdicts import energy_and_stress, headline
     from pmlip.structures.atoms import in_file
     from pmlip.structures.files import read_structures
     from pmlip.structures.labels import require_labels
@@ -136,6 +140,8 @@ def evaluate(
                 show = counter(bar, f"{names[path]} on {called[file]}", len(asked))
                 result = evaluation.evaluate(loaded[path], asked, samples=samples, seed=seed, progress=show)
             console.print(score_table_of(f"{names[path]} on {called[file]}", result))
+            for verdict, text in energy_and_stress(Entry(names[path], called[file], result)):
+                console.print(text, style=COLOURS[verdict], markup=False, highlight=False)
             if file is data:
                 inside[names[path]] = result
             elif path is model:
@@ -153,7 +159,9 @@ def evaluate(
         if any(result.novelty is not None for result in inside.values()):
             titles += ["novelty", "one pass"]
         console.print(legend(*titles))
-    record |= environment()
+    first_model = Entry(names[model], called[data], inside[names[model]])
+    verdict, text = headline(first_model, [Entry(names[model], name, result) for name, result in outside.items()])
+    record |= {"verdict": verdict, "verdict_text": text, **environment()}
     if out is not None:
         write_json(out, record)
     if report is not None:
@@ -161,6 +169,8 @@ def evaluate(
         records = {name: own for name, own in made.items() if own}
         write_report(report, inside, data=called[data], unseen=outside, records=records)
         console.print(f"the report was written to {report}")
+    prefix = f"{names[model]}: " if len(models) > 1 else ""
+    console.print(prefix + text, style=f"bold {COLOURS[verdict]}", markup=False, highlight=False)
     print_json(record, as_json)
 
 

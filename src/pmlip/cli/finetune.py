@@ -197,7 +197,7 @@ def finetune(
     if calibrate and trained.learner().calibrated_after:
         data = valid.name if valid else f"structures held out from {train.name}"
         trained.save(out / "model.pt")  # so that an error in the calibration does not lose the run
-        _calibrate(trained, held_out, data, console)
+        _calibrate(trained, held_out, data, energies="energy" in config.learned, console=console)
     trained.save(out / "model.pt")
     lacking = [kind for kind in KINDS if kind not in trained.training_features]
     with _in_files(files):
@@ -265,7 +265,7 @@ def _in_files(files: "Mapping[Path, list[Atoms]]") -> Iterator[None]:
         yield
 
 
-def _calibrate(trained: "Method", held_out: "Sequence[Atoms]", data: str, console: Console) -> None:
+def _calibrate(trained: "Method", held_out: "Sequence[Atoms]", data: str, *, energies: bool, console: Console) -> None:
     """Calibrate the spread on the validation structures, if there are enough of them."""
     from pmlip.methods.base import FIXED_ATOMS
     from pmlip.structures.atoms import subsample
@@ -278,7 +278,7 @@ def _calibrate(trained: "Method", held_out: "Sequence[Atoms]", data: str, consol
         )
         return
     some = subsample(usable, MOST_FOR_CALIBRATION)
-    calibrate_and_print(trained, some, data=data, chunk_atoms=FIXED_ATOMS, console=console)
+    calibrate_and_print(trained, some, data=data, energies=energies, chunk_atoms=FIXED_ATOMS, console=console)
 
 
 def _has_free_forces(atoms: "Atoms") -> bool:

@@ -46,8 +46,12 @@ def add_tangents(
         model.history = replace(model.history, seconds=seconds, passes=passes)
 
 
-def scale_parts(model: Method, valid: Sequence[Atoms], *, samples: int = 16, chunk_atoms: int | None = None) -> None:
+def scale_parts(
+    model: Method, valid: Sequence[Atoms], *, samples: int = 16, chunk_atoms: int | None = None
+) -> float | None:
     """Scale both parts: the largest tangent part whose force CRPS on these structures is within 1 % of the lowest.
+
+    Returns the factor on the learned part; None if the model has no tangent samples, or the structures no forces.
 
     Structures like the training set hardly constrain the tangent part, because it is small on them. It matters out of
     distribution, where there are no labels, so it should be as large as the data allow.
@@ -56,7 +60,7 @@ def scale_parts(model: Method, valid: Sequence[Atoms], *, samples: int = 16, chu
     target = labels(valid).forces
     known = target.isfinite()
     if not tangents or not known.any():
-        return
+        return None
     widths = [float(tangent.width) or 1.0 for tangent in tangents]
     _set_widths(tangents, widths)
     drawn = model.sample(valid, samples=samples, seed=SEED_OF_FIT, chunk_atoms=chunk_atoms).forces[:, known]
@@ -68,6 +72,7 @@ def scale_parts(model: Method, valid: Sequence[Atoms], *, samples: int = 16, chu
     factor, scale = best_scales(own, tangent_part, target[known] - expected)
     model.scale_spread(factor)
     _set_widths(tangents, [width * scale for width in widths])
+    return factor
 
 
 def _set_widths(tangents: Sequence[Tangent], widths: Sequence[float]) -> None:

@@ -15,7 +15,7 @@ from pmlip.atomic_files import atomic_write
 from pmlip.evaluation import Evaluation
 from pmlip.report import plots
 from pmlip.report.entry import Entry, score_row
-from pmlip.report.verdicts import sentences
+from pmlip.report.verdicts import headline, sentences
 from pmlip.report.view import view, viewer_code
 
 if TYPE_CHECKING:
@@ -59,9 +59,11 @@ def write_report(
         records=records or {},
         rows=rows,
         columns=list(dict.fromkeys(name for row in rows for name in row["cells"])),
+        headline=dict(zip(("verdict", "text"), headline(inside[0], outside), strict=True)),
         sentences=sentences(inside, outside, records or {}),
         figures={name: Markup(svg) for name, svg in _figures(inside, shown).items()},
         view=view(inside[0]),
+        has_novelty=inside[0].evaluation.novelty is not None,
         viewer=Markup(viewer_code()),
         version=version("pmlip"),
     )

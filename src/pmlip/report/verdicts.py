@@ -1,4 +1,4 @@
-"""Sentences that interpret the scores of the models."""
+"""Sentences that interpret the scores of the models, in the report and in the terminal."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +14,10 @@ from pmlip.spread_fit import best_factor, best_width
 
 TOLERANCE = 0.03  # largest deviation of a coverage from its level that counts as calibrated
 OFFSET = 0.5  # eV/atom; a larger energy error suggests different reference energies
+CLOSE, ROUGH = 1.25, 2.0  # largest ratio of spread and error, either way, for a good and for a fair verdict
+FEWEST = 8  # structures; an SSR of fewer is too uncertain for a verdict
+SPARE = 0.2  # an interval is too wide if it misses less than this part of the labels it may miss
+JUDGED = {"energy": "energies", "stress": "stress"}  # outputs besides the forces, and how a sentence names them
 
 Verdict = tuple[str, str]  # good, fair or bad, and a sentence
 
@@ -36,11 +40,93 @@ def sentences(inside: Sequence[Entry], unseen: Sequence[Entry], records: Mapping
             *_baselines(entry),
             *_ranking(entry),
             *_energy_offset(entry),
+            *energy_and_stress(entry),
         ):
             found.append({"verdict": verdict, "text": prefix + text})
     for entry in unseen:
-        found += [{"verdict": verdict, "text": text} for verdict, text in _out_of_distribution(inside[0], entry)]
+        said = (*_out_of_distribution(inside[0], entry), *energy_and_stress(entry))
+        found += [{"verdict": verdict, "text": text} for verdict, text in said]
     return found
+
+
+def headline(inside: Entry, unseen: Sequence[Entry]) -> Verdict:
+    """One sentence: can the force error bars be trusted, and which structures lie outside the training set?"""
+    verdict, text = _reliability(inside)
+    parts, everything = [text], (inside, *unseen)
+    for entry in unseen:
+        ratio = _spread_skill_ratio(entry, "forces")
+        if ratio is not None and _verdict(ratio) == "bad":
+            parts.append(f"on {entry.data}, force error bars are {_amount(ratio)}")
+    outside = [(entry, entry.evaluation.outside) for entry in everything if entry.evaluation.outside]
+    if any(entry.evaluation.novelty is None for entry in everything):
+        parts.append(
+            "the model cannot tell which structures lie outside its training set: add novelty with pmlip novelty"
+        )
+    elif outside:
+        listed = " and ".join(
+            f"{count} of {one.evaluation.structures} structures of {one.data}" for one, count in outside
+        )
+        parts.append(f"{listed} lie outside the training set: label some of them and train again")
+    else:
+        parts.append(f"no structure of {' or '.join(entry.data for entry in everything)} lies outside the training set")
+    if verdict == "good" and (outside or len(parts) > 2):
+        verdict = "fair"
+    return verdict, f"{'; '.join(parts)}."
+
+
+def energy_and_stress(entry: Entry) -> list[Verdict]:
+    """Is the spread of the energies and of the stress as large as the error?"""
+    found = []
+    for output, name in JUDGED.items():
+        ratio = _spread_skill_ratio(entry, output)
+        if ratio is None:
+            continue
+        verdict, shown = _verdict(ratio), f"on {entry.data} (SSR {ratio:.2f})"
+        if verdict == "good":
+            text = f"The error bars of the {name} are {_amount(ratio)} {shown}."
+        else:
+            rough = f"{output} error bars are a rough guide"
+            advice = rough if verdict == "fair" else f"do not use {output} error bars"
+            text = f"The spread of the {name} is {_amount(ratio)} {shown}: {advice}."
+        found.append((verdict, text))
+    return found
+
+
+def _reliability(entry: Entry) -> Verdict:
+    """Are the force error bars right on this data?"""
+    scores = entry.evaluation.scores.get("forces")
+    if scores is None:
+        return "fair", f"{entry.data} has no forces, so the force error bars cannot be judged"
+    metric, bars = ("ssr", "force error bars") if "ssr" in scores else ("ssr_one_pass", "force error bars from novelty")
+    if metric not in scores:
+        return "bad", "The model has no force error bars"
+    ratio = _spread_skill_ratio(entry, "forces", metric)
+    if ratio is None:
+        return "fair", f"{entry.data} has fewer than {FEWEST} structures, too few to judge the {bars}"
+    verdict = _verdict(ratio)
+    word = {"good": "Reliable", "fair": "Only roughly reliable", "bad": "Not reliable"}[verdict]
+    advice = "" if verdict == "good" else ": run pmlip calibrate"
+    return verdict, f"{word} on structures like {entry.data} ({bars} {_amount(ratio)}){advice}"
+
+
+def _spread_skill_ratio(entry: Entry, output: str, metric: str = "ssr") -> float | None:
+    """The SSR of an output; None if it has no spread, or too few structures have labels."""
+    ratio = entry.evaluation.scores.get(output, {}).get(metric, 0.0)
+    structures = len(np.unique(entry.evaluation.columns[output].entries.system)) if ratio else 0
+    return ratio if structures >= FEWEST else None
+
+
+def _verdict(ratio: float) -> str:
+    """The verdict on a ratio of spread and error."""
+    wrong = max(ratio, 1 / ratio)
+    return "good" if wrong <= CLOSE else "fair" if wrong <= ROUGH else "bad"
+
+
+def _amount(ratio: float) -> str:
+    """How wrong error bars with this SSR are."""
+    if _verdict(ratio) == "good":
+        return f"accurate to {max(round(100 * abs(ratio - 1)), 1)} %"
+    return f"{max(ratio, 1 / ratio):.1f} times too {'wide' if ratio > 1 else 'narrow'}"
 
 
 def _training_set(inside: Entry, unseen: Sequence[Entry]) -> Verdict:
@@ -87,6 +173,8 @@ def _covering_factor(entry: Entry) -> float:
 def _conformal(entry: Entry, calibration: Calibration) -> list[Verdict]:
     """Does the conformal interval of the calibration reach its level on this data?"""
     factor, level = calibration.conformal_for(entry.evaluation.samples), calibration.level
+    if calibration.withheld:
+        return [("fair", f"No conformal intervals: {calibration.withheld}.")]
     if factor is None:  # the calculator gives no interval either
         return []
     varying = entry.forces.varying_entries
@@ -96,6 +184,8 @@ def _conformal(entry: Entry, calibration: Calibration) -> list[Verdict]:
         f" with K = {calibration.samples}) contains {100 * inside:.0f} % of the forces; its level for similar "
         f"structures is {100 * level:.0f} %."
     )
+    if 1 - inside < SPARE * (1 - level):
+        return [("fair", f"{text} It is wider than needed.")]
     return [("good" if inside >= level - TOLERANCE else "bad", text)]
 
 
