@@ -30,7 +30,7 @@ from pmlip.structures.labels import labels
 
 DIMENSIONS = 2048  # of x
 COVERS = ("all", "sites", "readout", "sites+readout")  # the weights that x changes
-REGULARISATION = 1e-4  # floor, as a multiple of the mean eigenvalue of H
+REGULARISATION = 1e-3  # floor, as a multiple of the mean eigenvalue of H; 1e-2 to 1e-6 give nearly the same samples
 # Random combinations of the forces of a structure whose derivatives are summed: 16 are enough for a hundred
 # structures. Larger training sets need fewer for each, because all of them add up.
 MOST_PROBES, FEWEST_PROBES, PROBES_IN_ALL = 16, 4, 8192
