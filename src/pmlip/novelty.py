@@ -40,6 +40,8 @@ MOST_LEFT_OUT = 200  # training structures to compare with all others, if too fe
 LEFT_OUT = "training structures, each left out once"
 ATOMS_IN_A_PASS = 128
 
+Layer = Site | Readout
+
 
 @dataclass(frozen=True, eq=False)
 class Novelty:
@@ -154,14 +156,15 @@ class TrainingFeatures:
             f"{self.structures} training structures ({elements}){bars}"
         )
 
-    def check(self, backbone: Backbone) -> None:
-        """Raise ValueError if the features come from layers that are not the layers of this backbone."""
-        own = sources(backbone, self.kind)
-        if own != list(self.sources):
+    def layers(self, backbone: Backbone) -> Sequence[Layer]:
+        """The layers of this backbone that the features come from; raises ValueError if it has other layers."""
+        own = _layers(backbone, self.kind)
+        if [layer.name for layer in own] != list(self.sources):
             raise ValueError(
                 f"these training features come from the layers {', '.join(self.sources)}, but this model has "
-                f"{', '.join(own)}; fit them again with model.fit_novelty"
+                f"{', '.join(layer.name for layer in own)}; fit them again with model.fit_novelty"
             )
+        return own
 
     def _elements(self, numbers: Tensor) -> Iterator[tuple[Tensor, Curvature]]:
         for number, curvature in self.curvatures.items():
@@ -180,11 +183,13 @@ def features(backbone: Backbone, graph: Graph, kind: str) -> tuple[Tensor, dict[
 
     Gradients need a backward pass of the energy. For conservative potentials it is the pass that gives the forces.
     """
-    if kind == "latent":
-        return _latent_features(backbone, graph)
+    return _FEATURES[kind](backbone, graph, _layers(backbone, kind))
+
+
+def _site_gradients(backbone: Backbone, graph: Graph, sites: Sequence[Any]) -> tuple[Tensor, dict[str, Tensor]]:
     nodes = graph.rows["node"]
     atom_of_row = {"node": torch.arange(len(nodes), device=nodes.device), **backbone.atom_of_row(graph)}
-    with torch.no_grad(), collect(backbone.module, _sites(backbone), atom_of_row) as gradients:
+    with torch.no_grad(), collect(backbone.module, sites, atom_of_row) as gradients:
         if backbone.conservative:
             outputs = backbone(graph)
         else:
@@ -194,7 +199,7 @@ def features(backbone: Backbone, graph: Graph, kind: str) -> tuple[Tensor, dict[
     return gradients.per_atom, {name: value.detach() for name, value in outputs.items()}
 
 
-def _latent_features(backbone: Backbone, graph: Graph) -> tuple[Tensor, dict[str, Tensor]]:
+def _latent_features(backbone: Backbone, graph: Graph, readouts: Sequence[Any]) -> tuple[Tensor, dict[str, Tensor]]:
     seen: list[Tensor] = []
 
     def keep(readout: Readout) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -202,7 +207,7 @@ def _latent_features(backbone: Backbone, graph: Graph) -> tuple[Tensor, dict[str
 
     hooks = [
         backbone.module.get_submodule(readout.name).register_forward_pre_hook(keep(readout))
-        for readout in backbone.readouts()
+        for readout in readouts
     ]
     try:
         with torch.no_grad():
@@ -213,19 +218,16 @@ def _latent_features(backbone: Backbone, graph: Graph) -> tuple[Tensor, dict[str
     return torch.cat(seen, 1), outputs
 
 
-def _sites(backbone: Backbone) -> Sequence[Site]:
-    return sites_of(backbone.module, backbone.sites())
+_FEATURES = {"gradients": _site_gradients, "latent": _latent_features}
 
 
-def sources(backbone: Backbone, kind: str) -> list[str]:
-    """Names of the layers that the features come from."""
-    found: Sequence[Site | Readout] = _sites(backbone) if kind == "gradients" else backbone.readouts()
-    return [one.name for one in found]
+def _layers(backbone: Backbone, kind: str) -> Sequence[Layer]:
+    return sites_of(backbone.module, backbone.sites()) if kind == "gradients" else backbone.readouts()
 
 
 def lengths(backbone: Backbone, graph: Graph, training: TrainingFeatures) -> tuple[Tensor, dict[str, Tensor]]:
     """Return gamma of each atom of a batch (atom,), and the outputs of the backbone."""
-    found, outputs = features(backbone, graph, training.kind)
+    found, outputs = _FEATURES[training.kind](backbone, graph, training.layers(backbone))
     return training.lengths(found.cpu(), graph.numbers), outputs
 
 
@@ -260,7 +262,7 @@ def fit(
         fitted = TrainingFeatures(
             kind=kind,
             curvatures={number: own.curvature() for number, own in sorted(sums.items())},
-            sources=sources(backbone, kind),
+            sources=[layer.name for layer in _layers(backbone, kind)],
             structures=len(train),
         )
         if left_out:

@@ -215,7 +215,6 @@ class Method(nn.Module, ABC):
         chosen = kind or (usual if usual in self.training_features else next(iter(self.training_features)))
         if chosen not in self.training_features:
             raise ValueError(f"kind must be one of {', '.join(self.training_features)}, got kind={chosen!r}")
-        self.training_features[chosen].check(self.backbone)
         return self.training_features[chosen]
 
     def save(self, path: str | Path) -> None:
