@@ -49,14 +49,22 @@ class Novelty:
 
     atom: Tensor  # (atom,)
     structure: Tensor  # (system,)
+    largest: Tensor  # (system,) largest gamma of an atom; 1 is the 95 % quantile of held-out structures
     outside: Tensor  # (system,) whether the structure, or one of its atoms, is far above what was held out
     sigma: Tensor  # (atom,) eV/Å, standard deviation of the error of each force component; NaN if it was not fitted
     predicted: Outputs  # the prediction without noise, from the same pass
+    kinds: Sequence[str]  # (system,) features that each structure was measured by, "gradients" or "latent"
+    latent: "Novelty | None" = None  # by latent features, if site gradients then measured some structures again
 
     @property
     def system(self) -> Tensor:
         """Index of the structure that each atom belongs to, (atom,)."""
         return self.predicted.system
+
+    @property
+    def unusual(self) -> Tensor:
+        """Whether the structure, or one of its atoms, is above the 95 % quantile of held-out structures, (system,)."""
+        return (self.structure > 1) | (self.largest > 1)
 
     def explain(self, index: int, atoms: Atoms) -> str:
         """One sentence about the novelty of structure `index`, which is `atoms`."""
@@ -67,9 +75,12 @@ class Novelty:
                 f"atom {most} ({atoms[most].symbol}) has an element that the training set lacks, or no neighbours: its "
                 "error bar is unknown"
             )
+        also = ""
+        if self.latent is not None and self.kinds[index] == "gradients":
+            also = f" by site gradients and {float(self.latent.structure[index]):.1f} by latent features"
         return (
-            f"its novelty is {float(self.structure[index]):.1f}, where 95 % of held-out structures are below 1; the "
-            f"most unusual atom is {most} ({atoms[most].symbol}) with {float(own[most]):.1f}"
+            f"its novelty is {float(self.structure[index]):.1f}{also}, where 95 % of held-out structures are below 1; "
+            f"the most unusual atom is {most} ({atoms[most].symbol}) with {float(own[most]):.1f}"
         )
 
 
@@ -108,7 +119,7 @@ class TrainingFeatures:
         structure = _root_mean_square(lengths, predicted.system) / self.structure_quantile
         largest = _largest(lengths, predicted.system) / self.largest_quantile
         outside = (structure > OUTSIDE) | (largest > OUTSIDE)
-        return Novelty(atom, structure, outside, self.sigma(atom), predicted)
+        return Novelty(atom, structure, largest, outside, self.sigma(atom), predicted, [self.kind] * len(structure))
 
     def sigma(self, novelty: Tensor) -> Tensor:
         """Standard deviation of the error of each force component of atoms with this novelty, in eV/Å."""
@@ -206,8 +217,7 @@ def _latent_features(backbone: Backbone, graph: Graph, readouts: Sequence[Any]) 
         return lambda _, inputs: seen.append(inputs[0].detach()[:, : readout.scalars])
 
     hooks = [
-        backbone.module.get_submodule(readout.name).register_forward_pre_hook(keep(readout))
-        for readout in readouts
+        backbone.module.get_submodule(readout.name).register_forward_pre_hook(keep(readout)) for readout in readouts
     ]
     try:
         with torch.no_grad():
@@ -229,6 +239,24 @@ def lengths(backbone: Backbone, graph: Graph, training: TrainingFeatures) -> tup
     """Return gamma of each atom of a batch (atom,), and the outputs of the backbone."""
     found, outputs = _FEATURES[training.kind](backbone, graph, training.layers(backbone))
     return training.lengths(found.cpu(), graph.numbers), outputs
+
+
+def combined(latent: Novelty, gradients: Novelty) -> Novelty:
+    """The novelty by latent features, with unusual structures replaced by their novelty by site gradients.
+
+    gradients: of the unusual structures alone. A structure lies outside the training set if either kind says so.
+    """
+    systems, atoms = latent.unusual, latent.unusual[latent.system]
+    return Novelty(
+        atom=latent.atom.masked_scatter(atoms, gradients.atom),
+        structure=latent.structure.masked_scatter(systems, gradients.structure),
+        largest=latent.largest.masked_scatter(systems, gradients.largest),
+        outside=latent.outside | latent.outside.masked_scatter(systems, gradients.outside),
+        sigma=latent.sigma.masked_scatter(atoms, gradients.sigma),
+        predicted=latent.predicted,
+        kinds=["gradients" if unusual else "latent" for unusual in systems.tolist()],
+        latent=latent,
+    )
 
 
 def fit(

@@ -195,11 +195,18 @@ class Method(nn.Module, ABC):
     ) -> Novelty:
         """How unusual each atom and structure is, compared with the training set, and one-pass error bars.
 
-        kind: "gradients" or "latent", see `pmlip.novelty`; by default gradients if the potential is conservative.
+        kind: "gradients" or "latent", see `pmlip.novelty`. By default, conservative potentials use gradients. Other
+        potentials use latent features, which need no backward pass, and measure structures above the 95 % quantile of
+        held-out structures again by gradients. Without the features of both kinds, the stored kind is used.
+        progress(done, total) counts structures.
         """
         listed = as_structures(structures)
         training = self._training_features(kind)
-        return _sampling.measure(self.backbone, listed, training, chunk_atoms=chunk_atoms, progress=progress)
+        found = _sampling.measure(self.backbone, listed, training, chunk_atoms=chunk_atoms, progress=progress)
+        if kind is None and training.kind == "latent" and "gradients" in self.training_features:
+            gradients = self.training_features["gradients"]
+            return _sampling.measure_unusual(self.backbone, listed, found, gradients, chunk_atoms=chunk_atoms)
+        return found
 
     def require_training_features(self) -> None:
         """Raise ValueError if novelty cannot be measured."""
