@@ -196,19 +196,18 @@ def test_an_ordinary_batch_costs_one_forward_pass(two_kinds, passes):
 @pytest.mark.parametrize("latent", [0.8, 1.2, 2.0])
 @pytest.mark.parametrize("gradients", [0.8, 2.0])
 def test_a_structure_is_outside_if_either_kind_says_so(two_kinds, latent, gradients):
-    unusual, outside = latent > 1, latent > 1.5 or (latent > 1 and gradients > 1.5)
     predicted = two_kinds.predict(molecules(1))
-    first, second = (
-        two_kinds.training_features[kind].novelty(
-            torch.full((len(predicted.forces),), value * two_kinds.training_features[kind].structure_quantile),
-            predicted,
-        )
-        for kind, value in (("latent", latent), ("gradients", gradients))
-    )
-    assert first.unusual.tolist() == [unusual]
-    found = novelty.combined(first, second)
-    assert found.outside.tolist() == [outside]
-    assert float(found.structure[0]) == pytest.approx(gradients if unusual else latent)
+
+    def measured(kind, structure):
+        training = two_kinds.training_features[kind]
+        gamma = structure * training.structure_quantile
+        return training.novelty(torch.full((len(predicted.forces),), gamma), predicted)
+
+    first = measured("latent", latent)
+    found = novelty.combined(first, measured("gradients", gradients)) if latent > 1 else first
+    assert first.unusual.tolist() == [latent > 1]
+    assert found.outside.tolist() == [latent > 1.5 or (latent > 1 and gradients > 1.5)]
+    assert float(found.structure[0]) == pytest.approx(gradients if latent > 1 else latent)
 
 
 @pytest.mark.parametrize("kind", novelty.KINDS)
@@ -231,6 +230,35 @@ def test_gradients_that_are_no_number_name_the_structure_of_the_whole_list(two_k
 def test_a_lone_atom_is_infinitely_novel_where_all_features_come_from_neighbours():
     training = fitted().training_features["gradients"]
     assert math.isinf(float(training.lengths(torch.zeros(1, 32), torch.tensor([8]))[0]))
+
+
+def test_structures_without_neighbours():
+    apart, ordinary = Atoms("OSi", [[0, 0, 0], [20, 0, 0]]), molecules(1)[0]
+    edges_only = pmlip.perturb(BACKBONE, sites=BACKBONE.sites()[:2])
+    edges_only.fit_novelty(molecules(10), kinds=["gradients"])
+    found = edges_only.novelty([apart, ordinary])
+    assert found.structure.isinf().tolist() == [True, False]
+    assert found.outside[0]
+    assert "or no neighbours" in found.explain(0, apart)
+    assert bool(found.predicted.forces.isfinite().all())
+    both = fitted().novelty([apart, ordinary])  # sites on nodes have a gradient without neighbours too
+    assert bool(both.structure.isfinite().all())
+
+
+def test_training_structures_without_neighbours():
+    apart = Atoms("OSi", [[0, 0, 0], [20, 0, 0]])
+    made = methods.make("deterministic", BACKBONE)
+    made.fit_novelty([apart.copy() for _ in range(3)] + molecules(10))
+    for kind in novelty.KINDS:
+        assert bool(made.novelty([apart, *molecules(3)], kind=kind).atom.isfinite().all())
+
+
+@pytest.mark.parametrize("kind", novelty.KINDS)
+def test_features_of_a_wider_network_are_refused(kind):
+    model = methods.make("deterministic", tiny_backbone(width=12))
+    model.training_features = fitted(kind=kind).training_features
+    with pytest.raises(ValueError, match=r"have \d+ features per atom, but this model has \d+; fit them again"):
+        model.novelty(molecules(1))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,9 @@ element Z, the length of an atom is
 The novelty of an atom is gamma divided by the 95 % quantile of gamma over held-out atoms. The novelty of a structure
 is the root mean square gamma of its atoms, divided by the 95 % quantile over held-out structures. An atom whose
 element is not in the training set has infinite novelty.
+
+If the pass for the forces gives the gradients, they are the default. Otherwise latent features find unusual structures,
+and gradients measure them, from one more pass.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,6 +105,7 @@ class TrainingFeatures:
     def lengths(self, features: Tensor, numbers: Tensor) -> Tensor:
         """gamma of each atom, (atom,). It is infinite for elements that are not in the training set, and for atoms
         without neighbours, whose features are all zero."""
+        self._check_width(features)
         found = torch.full((len(features),), torch.inf, dtype=torch.float64)
         for own, curvature in self._elements(numbers):
             found[own] = curvature.length(features[own])
@@ -177,6 +181,14 @@ class TrainingFeatures:
             )
         return own
 
+    def _check_width(self, features: Tensor) -> None:
+        fitted = len(next(iter(self.curvatures.values())).centre)
+        if features.shape[1] != fitted:
+            raise ValueError(
+                f"these training features have {fitted} features per atom, but this model has {features.shape[1]}; fit "
+                "them again with model.fit_novelty"
+            )
+
     def _elements(self, numbers: Tensor) -> Iterator[tuple[Tensor, Curvature]]:
         for number, curvature in self.curvatures.items():
             own = (numbers.cpu() == number).nonzero()[:, 0]
@@ -185,7 +197,7 @@ class TrainingFeatures:
 
 
 def default_kind(backbone: Backbone) -> str:
-    """Gradients if the pass for the forces gives them, otherwise latent features, which need no backward pass."""
+    """The kind that costs no extra pass: gradients if the pass for the forces gives them, otherwise latent features."""
     return "gradients" if backbone.conservative else "latent"
 
 

@@ -61,6 +61,18 @@ def test_every_command_explains_itself(command):
     assert "Usage" in result.output
 
 
+def test_a_step_with_novelty_beside_one_without(measured):
+    """Each round measures the stock calculator, the pass without novelty, site gradients and latent features."""
+    pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
+    measured([8.0, 2.0, 3.0, 2.5])
+    result = speed.measure_novelty(Console(quiet=True), train=4, repeats=[(1, 1, 1)], rounds=1)
+    assert [row["times_plain"] for row in result["rows"]] == [1.5, 1.25]
+    assert [row["times_stock"] for row in result["rows"]] == [3.0 / 8, 2.5 / 8]
+    lines = speed_tables.novelty_markdown([result]).splitlines()[2:]
+    assert lines[0] == "| chgnet | 9 | site gradients | 3000 ms | 1.50 | 0.38 |"
+    assert lines[1] == "| chgnet | 9 | latent features | 2500 ms | 1.25 | 0.31 |"
+
+
 def test_prediction_beside_the_stock_calculator(measured):
     """Seconds per structure and sample: of ours 3 structures are measured, of the stock calculator 1."""
     pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
