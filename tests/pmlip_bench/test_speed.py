@@ -16,7 +16,8 @@ def measured(monkeypatch):
 
     def measured(durations):
         ticks = itertools.chain.from_iterable((0.0, seconds) for seconds in durations)
-        monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+        clock = SimpleNamespace(perf_counter=lambda: next(ticks), process_time=lambda: next(ticks))
+        monkeypatch.setattr(speed, "time", clock)
         monkeypatch.setattr(speed, "SECONDS", 0.0)  # one run for each measurement
 
     return measured
