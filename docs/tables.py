@@ -46,6 +46,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "nbody step": lambda: _speed("nbody", speed_tables.nbody_markdown),
     "step": lambda: _speed("step", speed_tables.step_markdown),
     "predict": lambda: speed_tables.predict_markdown(_read("speed/predict-*.json")),
+    "novelty speed": lambda: speed_tables.novelty_markdown(_read("speed/novelty-*.json")),
     "symmetry": lambda: symmetry.markdown(_read("symmetry/*.json")),
     "nbody": lambda: nbody_tables.table(read_cells(RESULTS / "nbody")),
     "nbody overview": lambda: nbody_tables.overview(read_cells(RESULTS / "nbody")),

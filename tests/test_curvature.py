@@ -51,6 +51,22 @@ def test_rows_can_be_left_out_without_a_new_sum(count):
     torch.testing.assert_close(summed(given).length_left_out(left_out), expected, rtol=0.02, atol=1e-6)
 
 
+def test_rows_in_single_precision_give_the_same_lengths():
+    """Near the training rows and far from them."""
+    given, others = rows(300, 200), rows(50, 200, seed=1)
+    curvature = summed(given)
+    for factor in (1, 1000):
+        expected = curvature.length(factor * others)
+        torch.testing.assert_close(curvature.length((factor * others).float()), expected, rtol=1e-4, atol=0)
+
+
+def test_eigenvectors_have_no_entries_whose_products_are_denormal_numbers():
+    given = rows(100, 20)
+    given[:, 5:10] *= 1e-30
+    vectors = summed(given).vectors
+    assert float(vectors[vectors != 0].abs().min()) >= 1e-12
+
+
 def test_a_row_without_parallel_rows_is_long():
     given = rows(100, 20)
     given[:, 7] = 0

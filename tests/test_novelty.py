@@ -139,9 +139,126 @@ def test_further_fine_tuning_forgets_the_features():
         made.novelty(molecules(1))
 
 
+@pytest.fixture(scope="module")
+def two_kinds():
+    """A direct-force potential with both kinds of features."""
+    made, data = methods.make("deterministic", BACKBONE), molecules(140)
+    made.fit_novelty(data[:100], valid=data[100:])
+    return made
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """The passes of the tiny potential, "forward" and "backward", in their order."""
+    seen = []
+
+    def counted(name, function):
+        return lambda *args, **options: seen.append(name) or function(*args, **options)
+
+    monkeypatch.setattr(type(BACKBONE), "forward", counted("forward", type(BACKBONE).forward))
+    monkeypatch.setattr(torch.autograd, "grad", counted("backward", torch.autograd.grad))
+    return seen
+
+
+def squeezed(atoms, factor=0.4):
+    return Atoms(atoms.numbers, factor * atoms.positions)
+
+
+def test_latent_features_find_unusual_structures_and_site_gradients_measure_them(two_kinds, passes):
+    ordinary = [atoms for atoms in molecules(20, seed=1) if not two_kinds.novelty(atoms, kind="latent").unusual[0]]
+    mixed = [ordinary[0], squeezed(ordinary[1]), *ordinary[2:5], squeezed(ordinary[5], 0.5)]
+    latent, gradients = (two_kinds.novelty(mixed, kind=kind) for kind in ("latent", "gradients"))
+    passes.clear()
+    found = two_kinds.novelty(mixed)
+    assert passes == ["forward", "forward", "backward"]
+    assert found.kinds == ["latent", "gradients", "latent", "latent", "latent", "gradients"]
+    for index, kind in enumerate(found.kinds):
+        own, expected = found.system == index, {"latent": latent, "gradients": gradients}[kind]
+        for name in ("structure", "largest"):
+            torch.testing.assert_close(getattr(found, name)[index], getattr(expected, name)[index])
+        for name in ("atom", "sigma"):
+            torch.testing.assert_close(getattr(found, name)[own], getattr(expected, name)[own])
+    for name in ("energy", "forces"):
+        assert torch.equal(found.predicted[name], latent.predicted[name])
+    assert found.outside.tolist() == (latent.outside | (latent.unusual & gradients.outside)).tolist()
+    assert "by site gradients and" in found.explain(1, mixed[1])
+    assert "by site gradients" not in found.explain(0, mixed[0])
+
+
+def test_an_ordinary_batch_costs_one_forward_pass(two_kinds, passes):
+    ordinary = [atoms for atoms in molecules(20, seed=1) if not two_kinds.novelty(atoms, kind="latent").unusual[0]]
+    passes.clear()
+    found = two_kinds.novelty(ordinary[:10])
+    assert passes == ["forward"]
+    assert found.kinds == ["latent"] * 10
+
+
+@pytest.mark.parametrize("latent", [0.8, 1.2, 2.0])
+@pytest.mark.parametrize("gradients", [0.8, 2.0])
+def test_a_structure_is_outside_if_either_kind_says_so(two_kinds, latent, gradients):
+    predicted = two_kinds.predict(molecules(1))
+
+    def measured(kind, structure):
+        training = two_kinds.training_features[kind]
+        gamma = structure * training.structure_quantile
+        return training.novelty(torch.full((len(predicted.forces),), gamma), predicted)
+
+    first = measured("latent", latent)
+    found = novelty.combined(first, measured("gradients", gradients)) if latent > 1 else first
+    assert first.unusual.tolist() == [latent > 1]
+    assert found.outside.tolist() == [latent > 1.5 or (latent > 1 and gradients > 1.5)]
+    assert float(found.structure[0]) == pytest.approx(gradients if latent > 1 else latent)
+
+
+@pytest.mark.parametrize("kind", novelty.KINDS)
+def test_a_single_kind_measures_all_structures(kind):
+    found = fitted(kind=kind).novelty([squeezed(molecules(1)[0]), molecules(1)[0]])
+    assert found.kinds == [kind] * 2
+    assert found.latent is None
+
+
+def test_gradients_that_are_no_number_name_the_structure_of_the_whole_list(two_kinds, monkeypatch):
+    def broken(backbone, graph, sites):
+        return torch.full((len(graph.numbers), 32), torch.nan), backbone(graph)
+
+    monkeypatch.setitem(novelty._FEATURES, "gradients", broken)
+    ordinary = molecules(1)[0]
+    with pytest.raises(StructureError, match=r"structure 2 .* novelty is NaN"):
+        two_kinds.novelty([ordinary, ordinary, squeezed(ordinary)])
+
+
 def test_a_lone_atom_is_infinitely_novel_where_all_features_come_from_neighbours():
     training = fitted().training_features["gradients"]
     assert math.isinf(float(training.lengths(torch.zeros(1, 32), torch.tensor([8]))[0]))
+
+
+def test_structures_without_neighbours():
+    apart, ordinary = Atoms("OSi", [[0, 0, 0], [20, 0, 0]]), molecules(1)[0]
+    edges_only = pmlip.perturb(BACKBONE, sites=BACKBONE.sites()[:2])
+    edges_only.fit_novelty(molecules(10), kinds=["gradients"])
+    found = edges_only.novelty([apart, ordinary])
+    assert found.structure.isinf().tolist() == [True, False]
+    assert found.outside[0]
+    assert "or no neighbours" in found.explain(0, apart)
+    assert bool(found.predicted.forces.isfinite().all())
+    both = fitted().novelty([apart, ordinary])  # sites on nodes have a gradient without neighbours too
+    assert bool(both.structure.isfinite().all())
+
+
+def test_training_structures_without_neighbours():
+    apart = Atoms("OSi", [[0, 0, 0], [20, 0, 0]])
+    made = methods.make("deterministic", BACKBONE)
+    made.fit_novelty([apart.copy() for _ in range(3)] + molecules(10))
+    for kind in novelty.KINDS:
+        assert bool(made.novelty([apart, *molecules(3)], kind=kind).atom.isfinite().all())
+
+
+@pytest.mark.parametrize("kind", novelty.KINDS)
+def test_features_of_a_wider_network_are_refused(kind):
+    model = methods.make("deterministic", tiny_backbone(width=12))
+    model.training_features = fitted(kind=kind).training_features
+    with pytest.raises(ValueError, match=r"have \d+ features per atom, but this model has \d+; fit them again"):
+        model.novelty(molecules(1))
 
 
 @pytest.mark.parametrize(

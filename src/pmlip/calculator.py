@@ -50,7 +50,8 @@ class PMLIPCalculator(Calculator):
         atom_novelty          (atom,), 1 is the 95 % quantile of held-out atoms
 
     and the calculator warns once when a structure lies outside the training set. With samples=0, one pass gives the
-    prediction without noise, novelty, and error bars of the forces from novelty.
+    prediction without noise, novelty, and error bars of the forces from novelty. For direct forces, a structure with
+    unusual latent features costs a second pass (`Method.novelty`).
 
     and the variances energy_var and stress_var, named as in MACE. ensembles=True adds energy_ensemble (K,),
     forces_ensemble (K, atom, 3), stress_ensemble (K, 6), and forces_comm, a second name of forces_ensemble. Calibration

@@ -11,6 +11,7 @@ from torch import Tensor
 
 REGULARISATION = 1e-4  # of novelty; anything from 1e-2 to 1e-6 gives nearly the same result
 NEGLIGIBLE = 0.01  # eigenvalues below this fraction of the floor are left out
+SMALLEST_ENTRY = 1e-12  # of an eigenvector; below, products become denormal numbers, which are ten times as slow
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,22 +24,22 @@ class Curvature:
     floor: float
 
     def whitened(self, rows: Tensor) -> Tensor:
-        """Vectors w with w_i . w_j = g_i^T (H + floor I)^-1 g_j, for rows g (row, feature)."""
-        centred = rows.double() - self.centre.double()
-        vectors = self.vectors.double()
+        """Vectors w with w_i . w_j = g_i^T (H + floor I)^-1 g_j, for rows g (row, feature), in their precision."""
+        vectors = self.vectors.to(rows)
+        centred = rows - self.centre.to(rows)
         inside = centred @ vectors.T
         # subtract vectors, not squared lengths, which would cancel
         outside = centred - inside @ vectors
-        return torch.cat([inside / self.values.double().sqrt(), outside / self.floor**0.5], 1)
+        return torch.cat([inside / self.values.to(rows).sqrt(), outside / self.floor**0.5], 1)
 
     def length(self, rows: Tensor) -> Tensor:
         """sqrt(g^T (H + floor I)^-1 g) of each row g."""
-        return self.whitened(rows).square().sum(1).sqrt()
+        return self.whitened(rows).double().square().sum(1).sqrt()
 
     def length_left_out(self, rows: Tensor) -> Tensor:
         """The length of each row if H did not contain these rows, which are part of it."""
         # with A = H + floor I and B the rows: B (A - B^T B)^-1 B^T = L (I - L)^-1, where L = B A^-1 B^T
-        whitened = self.whitened(rows)
+        whitened = self.whitened(rows.double())
         values, vectors = torch.linalg.eigh(whitened @ whitened.T)
         values = values.clamp(0, 1 - 1e-9)
         return (vectors.square() @ (values / (1 - values))).sqrt()
@@ -80,4 +81,6 @@ class CurvatureSum:
         trace = float(values.clamp(min=0).sum())
         floor = max(self._regularisation * trace / self._features, torch.finfo(torch.float32).tiny)
         large = values > max(NEGLIGIBLE * floor, 1e-12 * values[-1].item())
-        return Curvature(centre.float(), vectors[large].float(), (values[large] + floor).float(), floor)
+        vectors = vectors[large].float()
+        vectors = vectors.masked_fill(vectors.abs() < SMALLEST_ENTRY, 0)
+        return Curvature(centre.float(), vectors, (values[large] + floor).float(), floor)

@@ -9,6 +9,9 @@ element Z, the length of an atom is
 The novelty of an atom is gamma divided by the 95 % quantile of gamma over held-out atoms. The novelty of a structure
 is the root mean square gamma of its atoms, divided by the 95 % quantile over held-out structures. An atom whose
 element is not in the training set has infinite novelty.
+
+If the pass for the forces gives the gradients, they are the default. Otherwise latent features find unusual structures,
+and gradients measure them, from one more pass.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +43,8 @@ MOST_LEFT_OUT = 200  # training structures to compare with all others, if too fe
 LEFT_OUT = "training structures, each left out once"
 ATOMS_IN_A_PASS = 128
 
+Layer = Site | Readout
+
 
 @dataclass(frozen=True, eq=False)
 class Novelty:
@@ -47,14 +52,22 @@ class Novelty:
 
     atom: Tensor  # (atom,)
     structure: Tensor  # (system,)
+    largest: Tensor  # (system,) largest gamma of an atom; 1 is the 95 % quantile of held-out structures
     outside: Tensor  # (system,) whether the structure, or one of its atoms, is far above what was held out
     sigma: Tensor  # (atom,) eV/Å, standard deviation of the error of each force component; NaN if it was not fitted
     predicted: Outputs  # the prediction without noise, from the same pass
+    kinds: Sequence[str]  # (system,) features that each structure was measured by, "gradients" or "latent"
+    latent: "Novelty | None" = None  # by latent features, if site gradients then measured some structures again
 
     @property
     def system(self) -> Tensor:
         """Index of the structure that each atom belongs to, (atom,)."""
         return self.predicted.system
+
+    @property
+    def unusual(self) -> Tensor:
+        """Whether the structure, or one of its atoms, is above the 95 % quantile of held-out structures, (system,)."""
+        return (self.structure > 1) | (self.largest > 1)
 
     def explain(self, index: int, atoms: Atoms) -> str:
         """One sentence about the novelty of structure `index`, which is `atoms`."""
@@ -65,9 +78,12 @@ class Novelty:
                 f"atom {most} ({atoms[most].symbol}) has an element that the training set lacks, or no neighbours: its "
                 "error bar is unknown"
             )
+        also = ""
+        if self.latent is not None and self.kinds[index] == "gradients":
+            also = f" by site gradients and {float(self.latent.structure[index]):.1f} by latent features"
         return (
-            f"its novelty is {float(self.structure[index]):.1f}, where 95 % of held-out structures are below 1; the "
-            f"most unusual atom is {most} ({atoms[most].symbol}) with {float(own[most]):.1f}"
+            f"its novelty is {float(self.structure[index]):.1f}{also}, where 95 % of held-out structures are below 1; "
+            f"the most unusual atom is {most} ({atoms[most].symbol}) with {float(own[most]):.1f}"
         )
 
 
@@ -89,6 +105,7 @@ class TrainingFeatures:
     def lengths(self, features: Tensor, numbers: Tensor) -> Tensor:
         """gamma of each atom, (atom,). It is infinite for elements that are not in the training set, and for atoms
         without neighbours, whose features are all zero."""
+        self._check_width(features)
         found = torch.full((len(features),), torch.inf, dtype=torch.float64)
         for own, curvature in self._elements(numbers):
             found[own] = curvature.length(features[own])
@@ -106,7 +123,7 @@ class TrainingFeatures:
         structure = _root_mean_square(lengths, predicted.system) / self.structure_quantile
         largest = _largest(lengths, predicted.system) / self.largest_quantile
         outside = (structure > OUTSIDE) | (largest > OUTSIDE)
-        return Novelty(atom, structure, outside, self.sigma(atom), predicted)
+        return Novelty(atom, structure, largest, outside, self.sigma(atom), predicted, [self.kind] * len(structure))
 
     def sigma(self, novelty: Tensor) -> Tensor:
         """Standard deviation of the error of each force component of atoms with this novelty, in eV/Å."""
@@ -154,13 +171,22 @@ class TrainingFeatures:
             f"{self.structures} training structures ({elements}){bars}"
         )
 
-    def check(self, backbone: Backbone) -> None:
-        """Raise ValueError if the features come from layers that are not the layers of this backbone."""
-        own = sources(backbone, self.kind)
-        if own != list(self.sources):
+    def layers(self, backbone: Backbone) -> Sequence[Layer]:
+        """The layers of this backbone that the features come from; raises ValueError if it has other layers."""
+        own = _layers(backbone, self.kind)
+        if [layer.name for layer in own] != list(self.sources):
             raise ValueError(
                 f"these training features come from the layers {', '.join(self.sources)}, but this model has "
-                f"{', '.join(own)}; fit them again with model.fit_novelty"
+                f"{', '.join(layer.name for layer in own)}; fit them again with model.fit_novelty"
+            )
+        return own
+
+    def _check_width(self, features: Tensor) -> None:
+        fitted = len(next(iter(self.curvatures.values())).centre)
+        if features.shape[1] != fitted:
+            raise ValueError(
+                f"these training features have {fitted} features per atom, but this model has {features.shape[1]}; fit "
+                "them again with model.fit_novelty"
             )
 
     def _elements(self, numbers: Tensor) -> Iterator[tuple[Tensor, Curvature]]:
@@ -171,7 +197,7 @@ class TrainingFeatures:
 
 
 def default_kind(backbone: Backbone) -> str:
-    """Gradients if the pass for the forces gives them, otherwise latent features, which need no backward pass."""
+    """The kind that costs no extra pass: gradients if the pass for the forces gives them, otherwise latent features."""
     return "gradients" if backbone.conservative else "latent"
 
 
@@ -180,11 +206,13 @@ def features(backbone: Backbone, graph: Graph, kind: str) -> tuple[Tensor, dict[
 
     Gradients need a backward pass of the energy. For conservative potentials it is the pass that gives the forces.
     """
-    if kind == "latent":
-        return _latent_features(backbone, graph)
+    return _FEATURES[kind](backbone, graph, _layers(backbone, kind))
+
+
+def _site_gradients(backbone: Backbone, graph: Graph, sites: Sequence[Any]) -> tuple[Tensor, dict[str, Tensor]]:
     nodes = graph.rows["node"]
     atom_of_row = {"node": torch.arange(len(nodes), device=nodes.device), **backbone.atom_of_row(graph)}
-    with torch.no_grad(), collect(backbone.module, _sites(backbone), atom_of_row) as gradients:
+    with torch.no_grad(), collect(backbone.module, sites, atom_of_row) as gradients:
         if backbone.conservative:
             outputs = backbone(graph)
         else:
@@ -194,15 +222,14 @@ def features(backbone: Backbone, graph: Graph, kind: str) -> tuple[Tensor, dict[
     return gradients.per_atom, {name: value.detach() for name, value in outputs.items()}
 
 
-def _latent_features(backbone: Backbone, graph: Graph) -> tuple[Tensor, dict[str, Tensor]]:
+def _latent_features(backbone: Backbone, graph: Graph, readouts: Sequence[Any]) -> tuple[Tensor, dict[str, Tensor]]:
     seen: list[Tensor] = []
 
     def keep(readout: Readout) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         return lambda _, inputs: seen.append(inputs[0].detach()[:, : readout.scalars])
 
     hooks = [
-        backbone.module.get_submodule(readout.name).register_forward_pre_hook(keep(readout))
-        for readout in backbone.readouts()
+        backbone.module.get_submodule(readout.name).register_forward_pre_hook(keep(readout)) for readout in readouts
     ]
     try:
         with torch.no_grad():
@@ -213,20 +240,35 @@ def _latent_features(backbone: Backbone, graph: Graph) -> tuple[Tensor, dict[str
     return torch.cat(seen, 1), outputs
 
 
-def _sites(backbone: Backbone) -> Sequence[Site]:
-    return sites_of(backbone.module, backbone.sites())
+_FEATURES = {"gradients": _site_gradients, "latent": _latent_features}
 
 
-def sources(backbone: Backbone, kind: str) -> list[str]:
-    """Names of the layers that the features come from."""
-    found: Sequence[Site | Readout] = _sites(backbone) if kind == "gradients" else backbone.readouts()
-    return [one.name for one in found]
+def _layers(backbone: Backbone, kind: str) -> Sequence[Layer]:
+    return sites_of(backbone.module, backbone.sites()) if kind == "gradients" else backbone.readouts()
 
 
 def lengths(backbone: Backbone, graph: Graph, training: TrainingFeatures) -> tuple[Tensor, dict[str, Tensor]]:
     """Return gamma of each atom of a batch (atom,), and the outputs of the backbone."""
-    found, outputs = features(backbone, graph, training.kind)
+    found, outputs = _FEATURES[training.kind](backbone, graph, training.layers(backbone))
     return training.lengths(found.cpu(), graph.numbers), outputs
+
+
+def combined(latent: Novelty, gradients: Novelty) -> Novelty:
+    """The novelty by latent features, with unusual structures replaced by their novelty by site gradients.
+
+    gradients: of the unusual structures alone. A structure lies outside the training set if either kind says so.
+    """
+    systems, atoms = latent.unusual, latent.unusual[latent.system]
+    return Novelty(
+        atom=latent.atom.masked_scatter(atoms, gradients.atom),
+        structure=latent.structure.masked_scatter(systems, gradients.structure),
+        largest=latent.largest.masked_scatter(systems, gradients.largest),
+        outside=latent.outside | latent.outside.masked_scatter(systems, gradients.outside),
+        sigma=latent.sigma.masked_scatter(atoms, gradients.sigma),
+        predicted=latent.predicted,
+        kinds=["gradients" if unusual else "latent" for unusual in systems.tolist()],
+        latent=latent,
+    )
 
 
 def fit(
@@ -260,7 +302,7 @@ def fit(
         fitted = TrainingFeatures(
             kind=kind,
             curvatures={number: own.curvature() for number, own in sorted(sums.items())},
-            sources=sources(backbone, kind),
+            sources=[layer.name for layer in _layers(backbone, kind)],
             structures=len(train),
         )
         if left_out:

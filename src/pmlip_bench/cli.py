@@ -327,9 +327,11 @@ def symmetry(
 
 @bench.command(cls=BenchCommand)
 def speed(
-    only: Annotated[str | None, typer.Option(help="Measure only this part: crps, nbody, step or predict.")] = None,
+    only: Annotated[
+        str | None, typer.Option(help="Measure only this part: crps, nbody, step, predict or novelty.")
+    ] = None,
     backbone: Annotated[
-        str, typer.Option(help="Pretrained potential for the part predict.", rich_help_panel="Model")
+        str, typer.Option(help="Pretrained potential for the parts predict and novelty.", rich_help_panel="Model")
     ] = "chgnet",
     weights: Weights = None,
     trust: Trust = False,

@@ -1,12 +1,14 @@
 """Measures the speed of parts of pmlip and of other implementations in the same run."""
 
+import contextlib
 import copy
 import ctypes
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from pmlip.atomic_files import write_json
 from pmlip.provenance import environment
 from pmlip.scores import fair_crps
 from pmlip_bench.runner import slug
-from pmlip_bench.speed_tables import predict_markdown, step_markdown, times
+from pmlip_bench.speed_tables import novelty_markdown, predict_markdown, step_markdown, times
 
 ENTRIES = 100_000
 SAMPLES = (10, 100, 1000)
@@ -39,16 +41,17 @@ def run(
 ) -> None:
     """Measure each part (or `only` one), print its table, and write its result file to `out` if given.
 
-    backbone, weights, trust: the potential for the part predict.
+    backbone, weights, trust: the potential for the parts predict and novelty.
     """
     if only is not None and only not in PARTS:
         raise ValueError(f"unknown part {only!r}; allowed: {', '.join(PARTS)}")
     for name in PARTS if only is None else [only]:
-        measure_backbone = partial(measure_predict, backbone=backbone, weights=weights, trust=trust)
-        measure = measure_backbone if name == "predict" else PARTS[name]
+        measure, file = PARTS[name], name
+        if name in OF_A_BACKBONE:
+            measure = partial(measure, backbone=backbone, weights=weights, trust=trust)
+            file = f"{name}-{slug(backbone)}"
         result = measure(console)
         if out is not None:
-            file = f"{name}-{slug(backbone)}" if name == "predict" else name
             write_json(out / f"{file}.json", result)
             console.print(f"written: {out / f'{file}.json'}")
 
@@ -134,15 +137,11 @@ def measure_nbody(console: Console) -> dict[str, Any]:
         outputs = torch.stack([textbook(*flat, pairs) for _ in range(count)])
         fair_crps(outputs, batch.target.flatten(0, 1)).mean().backward()
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with _one_thread():
         steps = {"training step": _seconds(lambda: ours.loss(batch, generator, count).backward())}
         if compile_network(ours):
             steps["compiled training step"] = _seconds(lambda: ours.loss(batch, generator, count).backward())
         plain_step = _seconds(textbook_step)
-    finally:
-        torch.set_num_threads(threads)
     many = initial(2000, seed=SEED)
     trajectory = _seconds(partial(simulate, *many)) / len(many[0])
     plain_trajectory = _seconds(partial(simulate_plainly, x[0], v[0], q[0], steps=4100))
@@ -168,6 +167,16 @@ def double_sum(samples: Tensor, target: Tensor) -> Tensor:
     count = len(samples)
     pairs = (samples[:, None] - samples[None]).abs().sum((0, 1))
     return (samples - target).abs().mean(0) - pairs / (2 * count * (count - 1))
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -279,9 +288,7 @@ def measure_predict(
     known = silica_pbe("train")
     structures = [known[index % len(known)] for index in range(count)]
     some = structures[: max(1, count // 40)]  # enough: the stock calculator takes the same time per structure
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with _one_thread():
         with tempfile.TemporaryDirectory() as folder:
             source, out = Path(folder) / "in.extxyz", Path(folder) / "out.extxyz"
             write(source, structures)
@@ -297,8 +304,6 @@ def measure_predict(
                 calculator.calculate(atoms.copy(), ["energy", "forces", "stress"])
             spent += time.perf_counter() - began
         stock = spent / (len(some) * samples)
-    finally:
-        torch.set_num_threads(threads)
     result = {
         "what": f"{count} structures of 9 or 12 atoms, K = {samples}, one thread: seconds per structure and sample",
         "backbone": backbone,
@@ -308,6 +313,81 @@ def measure_predict(
     }
     console.print(predict_markdown([result]))
     return result | environment()
+
+
+def measure_novelty(
+    console: Console,
+    *,
+    backbone: str = "chgnet",
+    weights: Path | None = None,
+    trust: bool = False,
+    train: int = 128,
+    repeats: Sequence[tuple[int, int, int]] = ((2, 2, 2), (4, 3, 2)),
+    rounds: int = 10,
+) -> dict[str, Any]:
+    """Processor times of an MD step with novelty and one-pass error bars, on one thread.
+
+    They are compared with the same pass without novelty, graph included, and with the backbone's own calculator.
+    train: structures to compare with. repeats: of a quartz cell of 9 atoms.
+    """
+    from pmlip import methods
+    from pmlip.backbones import load_backbone
+    from pmlip.calculator import PMLIPCalculator
+    from pmlip.datasets import silica_pbe
+    from pmlip.novelty import KINDS
+
+    potential = load_backbone(backbone, weights=weights, trust=trust)
+    stock = potential.calculator()
+    model = methods.make("deterministic", potential)  # P without noise makes the same pass
+    known = silica_pbe("train")
+    cell = next(atoms for atoms in known if len(atoms) == 9)
+    rows: list[dict[str, Any]] = []
+    with _one_thread():
+        model.fit_novelty(known[:train], valid=silica_pbe("valid")[:24])
+        for repeat in repeats:
+            atoms = cell.repeat(repeat)
+            works: dict[str, Callable[[], object]] = {
+                "stock": partial(stock.calculate, atoms, ["energy", "forces", "stress"]),
+                "plain": partial(model.predict, atoms),
+            }
+            for kind in KINDS:
+                single = copy.copy(model)
+                single.training_features = {kind: model.training_features[kind]}
+                works[kind] = partial(PMLIPCalculator(single, samples=0).calculate, atoms)
+            seconds = _in_turn(works, rounds)
+            for kind in KINDS:
+                row = {"backbone": backbone, "atoms": len(atoms), "features": kind, "seconds": min(seconds[kind])}
+                for name in ("plain", "stock"):
+                    pairs = zip(seconds[kind], seconds[name], strict=True)
+                    row |= {name: min(seconds[name]), f"times_{name}": median(own / other for own, other in pairs)}
+                rows.append(row)
+    result = {
+        "what": "a step with forces, novelty and error bars, one thread: least processor seconds, and the "
+        "median over rounds of the ratio to the same pass without novelty and to the stock calculator, which take "
+        "turns",
+        "seed": SEED,
+        "train": train,
+        "rounds": rounds,
+        "rows": rows,
+    }
+    console.print(novelty_markdown([result]))
+    return result | environment()
+
+
+def _in_turn(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Processor seconds of each work in each round, after one warm-up run of each.
+
+    Unlike wall-clock time, they do not count the time that the processor spends on other processes.
+    """
+    for work in works.values():
+        work()
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(rounds):
+        for name, work in works.items():
+            began = time.process_time()
+            work()
+            seconds[name].append(time.process_time() - began)
+    return seconds
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
@@ -329,9 +409,11 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-PARTS: dict[str, Callable[[Console], dict[str, Any]]] = {
+PARTS: dict[str, Callable[..., dict[str, Any]]] = {
     "crps": measure_crps,
     "nbody": measure_nbody,
     "step": measure_step,
     "predict": measure_predict,
+    "novelty": measure_novelty,
 }
+OF_A_BACKBONE = ("predict", "novelty")  # parts that measure a given potential; they have one result file for each

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from pmlip.novelty import NAMES
+
 
 def crps_markdown(result: dict[str, Any]) -> str:
     """Table of `crps.json`: the time of pmlip, and the time and memory of the alternatives relative to pmlip."""
@@ -53,6 +55,18 @@ def predict_markdown(results: Sequence[dict[str, Any]]) -> str:
     for row in (row for result in results for row in result["rows"]):
         cells = (f"{1e3 * row[key]:.1f} ms" for key in ("seconds", "stock"))
         lines.append(f"| {row['backbone']} | {' | '.join(cells)} | {row['ratio']:.2f} |")
+    return "\n".join(lines)
+
+
+def novelty_markdown(results: Sequence[dict[str, Any]]) -> str:
+    """Table of all `novelty-*.json`."""
+    lines = [
+        "| backbone | atoms | features | one step | times the pass without novelty | times the stock calculator |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in (row for result in results for row in result["rows"]):
+        cells = (row["backbone"], row["atoms"], NAMES[row["features"]], f"{1e3 * row['seconds']:.0f} ms")
+        lines.append(f"| {' | '.join(map(str, cells))} | {row['times_plain']:.2f} | {row['times_stock']:.2f} |")
     return "\n".join(lines)
 
 

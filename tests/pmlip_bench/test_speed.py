@@ -16,7 +16,8 @@ def measured(monkeypatch):
 
     def measured(durations):
         ticks = itertools.chain.from_iterable((0.0, seconds) for seconds in durations)
-        monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+        clock = SimpleNamespace(perf_counter=lambda: next(ticks), process_time=lambda: next(ticks))
+        monkeypatch.setattr(speed, "time", clock)
         monkeypatch.setattr(speed, "SECONDS", 0.0)  # one run for each measurement
 
     return measured
@@ -59,6 +60,18 @@ def test_every_command_explains_itself(command):
     result = CliRunner().invoke(app, [*command, "--help"])
     assert result.exit_code == 0
     assert "Usage" in result.output
+
+
+def test_a_step_with_novelty_beside_one_without(measured):
+    """Each round measures the stock calculator, the pass without novelty, site gradients and latent features."""
+    pytest.importorskip("chgnet", reason="backbone 'chgnet' is not installed")
+    measured([8.0, 2.0, 3.0, 2.5])
+    result = speed.measure_novelty(Console(quiet=True), train=4, repeats=[(1, 1, 1)], rounds=1)
+    assert [row["times_plain"] for row in result["rows"]] == [1.5, 1.25]
+    assert [row["times_stock"] for row in result["rows"]] == [3.0 / 8, 2.5 / 8]
+    lines = speed_tables.novelty_markdown([result]).splitlines()[2:]
+    assert lines[0] == "| chgnet | 9 | site gradients | 3000 ms | 1.50 | 0.38 |"
+    assert lines[1] == "| chgnet | 9 | latent features | 2500 ms | 1.25 | 0.31 |"
 
 
 def test_prediction_beside_the_stock_calculator(measured):

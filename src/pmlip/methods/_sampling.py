@@ -94,6 +94,28 @@ def measure(
     return training.novelty(gamma, predicted)
 
 
+def measure_unusual(
+    backbone: Backbone,
+    structures: list[Atoms],
+    latent: Novelty,
+    gradients: TrainingFeatures,
+    *,
+    chunk_atoms: int | None,
+) -> Novelty:
+    """The novelty by latent features, with unusual structures measured again by site gradients.
+
+    Gradients need a backward pass, but their size stays close to the errors far from the training set.
+    """
+    chosen = latent.unusual.nonzero().flatten().tolist()
+    if not chosen:
+        return latent
+    try:
+        again = measure(backbone, [structures[index] for index in chosen], gradients, chunk_atoms=chunk_atoms)
+    except StructureError as error:
+        raise StructureError(error.atoms, chosen[error.index], error.problem) from None
+    return novelty.combined(latent, again)
+
+
 def _build(backbone: Backbone, structures: list[Atoms], start: int, stop: int) -> tuple[int, Graph]:
     """The index of the first structure, and the graph of structures `start` to `stop` - 1."""
     try:

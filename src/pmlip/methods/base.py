@@ -199,11 +199,18 @@ class Method(nn.Module, ABC):
     ) -> Novelty:
         """How unusual each atom and structure is, compared with the training set, and one-pass error bars.
 
-        kind: "gradients" or "latent", see `pmlip.novelty`; by default gradients if the potential is conservative.
+        kind: "gradients" or "latent", see `pmlip.novelty`. By default, conservative potentials use gradients. Other
+        potentials use latent features, which need no backward pass, and measure structures above the 95 % quantile of
+        held-out structures again by gradients. Without the features of both kinds, the stored kind is used.
+        progress(done, total) counts structures.
         """
         listed = as_structures(structures)
         training = self._training_features(kind)
-        return _sampling.measure(self.backbone, listed, training, chunk_atoms=chunk_atoms, progress=progress)
+        found = _sampling.measure(self.backbone, listed, training, chunk_atoms=chunk_atoms, progress=progress)
+        if kind is None and training.kind == "latent" and "gradients" in self.training_features:
+            gradients = self.training_features["gradients"]
+            return _sampling.measure_unusual(self.backbone, listed, found, gradients, chunk_atoms=chunk_atoms)
+        return found
 
     def require_training_features(self) -> None:
         """Raise ValueError if novelty cannot be measured."""
@@ -219,7 +226,6 @@ class Method(nn.Module, ABC):
         chosen = kind or (usual if usual in self.training_features else next(iter(self.training_features)))
         if chosen not in self.training_features:
             raise ValueError(f"kind must be one of {', '.join(self.training_features)}, got kind={chosen!r}")
-        self.training_features[chosen].check(self.backbone)
         return self.training_features[chosen]
 
     def save(self, path: str | Path) -> None:

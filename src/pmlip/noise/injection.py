@@ -174,7 +174,6 @@ def find_sites(module: nn.Module, wanted: Sites) -> tuple[Site, ...]:
     of an MLP is enough, even if the MLP begins with a norm or dropout.
     """
     modules = dict(module.named_modules())
-    candidates = [name for name, layer in modules.items() if _is_supported(layer)]
     if any(isinstance(layer, NoisyLayer) for layer in modules.values()):
         raise ValueError("this module is perturbed already; pass the original module")
 
@@ -182,16 +181,16 @@ def find_sites(module: nn.Module, wanted: Sites) -> tuple[Site, ...]:
     if callable(wanted):
         chosen = [Site(name) for name, layer in modules.items() if wanted(name, layer)]
         if not chosen:
-            raise ValueError(f"the sites function selected no module; {_suggest('', candidates)}")
+            raise ValueError(f"the sites function selected no module; {_suggest('', modules)}")
     else:
         for entry in [wanted] if isinstance(wanted, str | Site) else wanted:
             site = entry if isinstance(entry, Site) else Site(entry)
-            names = [site.name] if site.name in modules else _matching(site.name, candidates, modules)
+            names = [site.name] if site.name in modules else _matching(site.name, modules)
             if not names:
-                raise ValueError(f"no module matches site {site.name!r}; {_suggest(site.name, candidates)}")
+                raise ValueError(f"no module matches site {site.name!r}; {_suggest(site.name, modules)}")
             chosen += [replace(site, name=name) for name in names]
     if not chosen:
-        raise ValueError(f"no sites were given; {_suggest('', candidates)}")
+        raise ValueError(f"no sites were given; {_suggest('', modules)}")
 
     found: dict[str, Site] = {}
     for site in chosen:
@@ -202,9 +201,13 @@ def find_sites(module: nn.Module, wanted: Sites) -> tuple[Site, ...]:
     return tuple(found.values())
 
 
-def _matching(pattern: str, candidates: list[str], modules: dict[str, nn.Module]) -> list[str]:
+def _candidates(modules: dict[str, nn.Module]) -> list[str]:
+    return [name for name, layer in modules.items() if _is_supported(layer)]
+
+
+def _matching(pattern: str, modules: dict[str, nn.Module]) -> list[str]:
     """Return the modules that contain a supported layer and match the pattern; `*` does not match a dot."""
-    parts = pattern.split(".")
+    candidates, parts = _candidates(modules), pattern.split(".")
     fitting = [name for name in modules if len(name.split(".")) == len(parts)]
     fitting = [name for name in fitting if all(map(fnmatchcase, name.split("."), parts))]
     return [name for name in fitting if any(inner == name or inner.startswith(f"{name}.") for inner in candidates)]
@@ -220,7 +223,8 @@ def _first_linear(name: str, module: nn.Module) -> str:
     )
 
 
-def _suggest(name: str, candidates: list[str]) -> str:
+def _suggest(name: str, modules: dict[str, nn.Module]) -> str:
+    candidates = _candidates(modules)
     if not candidates:
         return "the module has no linear layer at all"
     close = difflib.get_close_matches(name, candidates, n=8, cutoff=0.4) or candidates[:8]

@@ -33,12 +33,12 @@ class SiteGradients:
         """atom_of_row: kind of row -> atom of each row. widths: name of each site -> width of its output."""
         self.outputs: list[Tensor] = []  # of the sites, from which a backward pass can start
         self._atom_of_row = atom_of_row
-        self._columns: dict[str, slice] = {}
-        start = 0
-        for name, width in widths.items():
-            self._columns[name] = slice(start, start + width)
-            start += width
-        self.per_atom = torch.zeros(len(atom_of_row["node"]), start, dtype=like.dtype, device=like.device)
+        # one tensor per site: adding rows to a slice of columns takes seven times as long
+        self._sums = {name: like.new_zeros(len(atom_of_row["node"]), width) for name, width in widths.items()}
+
+    @property
+    def per_atom(self) -> Tensor:
+        return torch.cat(list(self._sums.values()), 1)
 
     def watch(self, site: Site, output: Tensor, envelope: Tensor | None) -> None:
         """Collect the gradient of this output of a site."""
@@ -52,7 +52,7 @@ class SiteGradients:
     def _add(self, site: Site, envelope: Tensor | None, gradient: Tensor) -> None:
         rows = gradient.detach() if envelope is None else gradient.detach() * envelope.detach()
         # index_add is reproducible with several threads
-        self.per_atom[:, self._columns[site.name]].index_add_(0, self._atom_of_row[site.rows], rows)
+        self._sums[site.name].index_add_(0, self._atom_of_row[site.rows], rows)
 
 
 class WatchedLayer(Mixin):
