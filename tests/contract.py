@@ -14,7 +14,7 @@ from ase.calculators.singlepoint import SinglePointCalculator
 
 import pmlip
 from conftest import randomise_noise
-from pmlip import losses, novelty
+from pmlip import losses, novelty, tangent
 from pmlip.noise.injection import noisy_layers
 from pmlip.structures.atoms import system_index
 
@@ -240,6 +240,45 @@ class BackboneContract:
         if backbone.equivariant:
             turned, _ = novelty.features(double, double.graph([rotated(a, rotation()) for a in structures]), kind)
             torch.testing.assert_close(turned, together, rtol=1e-4, atol=1e-6)
+
+    # tangent samples
+
+    def test_tangent_samples(self, backbone, structures):
+        """They are the derivative by the weights, the same in every batch, and potentials where the backbone is one."""
+        model = randomise_noise(pmlip.perturb(backbone, noise_dim=4), scale=self.noise_scale).double()
+        crystal, others = structures[2], structures[2:]
+        model.fit_tangent([crystal])
+        plain = copy.deepcopy(model)
+        plain.tangent = None
+        together = model.sample(others, samples=2)
+        alone = model.sample(crystal, samples=2)
+        mine = together.system == 0
+        torch.testing.assert_close(alone.energy, together.energy[:, [0]], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(alone.forces, together.forces[:, mine], rtol=1e-4, atol=1e-6)
+        change = alone.forces[1] - plain.sample(crystal, samples=2).forces[1]
+        assert float(change.abs().max()) > 1e-6
+        step = 1e-6 / float(model.tangent.direction(model.draw(2)[1, 4:]).norm())
+        moved = [self._along_the_tangent(model, sign * step).predict(crystal).forces for sign in (1, -1)]
+        torch.testing.assert_close(change, (moved[0] - moved[1]) / (2 * step), rtol=1e-3, atol=1e-4)
+        if model.backbone.conservative:
+            nearby = [crystal.copy(), crystal.copy()]
+            nearby[0].positions[1, 2] += 1e-5
+            nearby[1].positions[1, 2] -= 1e-5
+            energy = model.sample(nearby, samples=2).energy
+            slope = (energy[:, 0] - energy[:, 1]) / 2e-5
+            torch.testing.assert_close(alone.forces[:, 1, 2], -slope, rtol=1e-4, atol=1e-5)
+
+    @staticmethod
+    def _along_the_tangent(model, step):
+        """The model with its weights moved by this fraction of the direction of sample 1."""
+        moved, own = copy.deepcopy(model), model.tangent
+        chosen = tangent.weights_of(moved.backbone)
+        weights = [weight for (_, weight), use in zip(chosen, own.covered.tolist(), strict=True) if use]
+        direction = float(own.width) * own.direction(model.draw(2)[1, model.noise.dim :])
+        with torch.no_grad():
+            for weight, part in zip(weights, tangent.Sketch(weights, own.dim).spread(step * direction), strict=True):
+                weight.add_(part)
+        return moved
 
     # training
 
