@@ -25,8 +25,8 @@ def test_the_demo_trains_shows_and_saves(tmp_path: Path, monkeypatch):
     *numbers, outside = rows[-1].split("│")[2:-1]  # MAE, CRPS, ..., AUROC, AUROC of novelty, outside
     assert all(0 <= float(number) <= 1 for number in numbers[-2:])
     assert outside.strip() in {f"{count} of 8" for count in range(9)}
-    last = " ".join(result.stdout.split())
-    assert "lie outside the training set: label some of them and train again." in last or "SSR" in last
+    said = " ".join(result.stdout.split())
+    assert "structures of other polymorphs lie outside the training set: label some of them and train again." in said
     for name in ("spread-and-error.png", "unseen.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert "P-CHGNet on the test set" in (tmp_path / "report.html").read_text()
