@@ -57,6 +57,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ethanol": lambda: ethanol_tables.table(read_cells(RESULTS / "ethanol")),
     "ethanol path": lambda: ethanol_tables.path_table(read_cells(RESULTS / "ethanol")),
     "silica overview": lambda: silica_tables.overview(read_cells(RESULTS / "silica")),
+    "tangent trials": lambda: silica_tables.cover_table(read_cells(RESULTS / "silica" / "tangent")),
     "silica trials": lambda: silica_tables.trials_table(read_cells(RESULTS / "silica" / "trials")),
     **{
         f"{title}{kind}": partial(_silica, data, make)

@@ -259,6 +259,31 @@ def trials_table(results: Results) -> str:
     return _markdown(heading, sorted(lines, key=lambda line: str(line[0])))
 
 
+def cover_table(results: Results) -> str:
+    """Markdown table of the trials of what tangent samples cover, on the test set and on the unseen structures."""
+    heading = [
+        "data, n",
+        "unseen",
+        "covered",
+        "F-CRPS",
+        "SSR",
+        "F-CRPS of the unseen",
+        "SSR",
+        "AUROC",
+        "together",
+        "seeds",
+    ]
+    lines = []
+    for row in summary(results):
+        for place, unseen in row["unseen"].items():
+            scores = [_form(row, COLUMNS, name) for name in ("force_crps", "ssr")]
+            scores += [_form(unseen, UNSEEN, name) for name in ("force_crps", "ssr", "auroc_spread")]
+            scores.append(with_deviation(row["test_and_unseen"]["spearman"]))
+            covered = row["method"].removeprefix("p+").removeprefix("tangent-").replace("no-tangent", "no tangent")
+            lines.append([f"{row['data']}, {row['size']}", place, covered, *scores, row["seeds"]])
+    return _markdown(heading, lines)
+
+
 def figure(results: Results) -> "Figure":
     """Figure 2: error, CRPS, SSR and rank correlation against training size; one row per backbone and data set."""
     places = _by_place(results)
