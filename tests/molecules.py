@@ -11,7 +11,7 @@ from pmlip.provenance import Calibration
 from pmlip.training.config import FinetuneConfig
 from tiny import tiny_backbone
 
-CONFIG = FinetuneConfig(epochs=4, batch=4, samples=3, noise_rate=1e-2, backbone_rate=1e-3, validations=3)
+CONFIG = FinetuneConfig(epochs=4, batch=4, samples=3, noise_rate=1e-2, backbone_rate=1e-3, validations=3, tangent=False)
 
 
 def molecules(count=10, seed=0):

@@ -72,7 +72,7 @@ def drawn(*, error, name="data.extxyz", count=40, atoms=6, same=False, outside=N
     if outside is not None:
         far = torch.arange(count) < outside
         values = 1 + 5 * far.double()
-        novelty = Novelty(values[system], values, far, torch.ones(count * atoms), mean)
+        novelty = Novelty(values[system], values, values, far, torch.ones(count * atoms), mean, ["gradients"] * count)
     return Entry("p-tiny", name, Evaluation(of_samples, mean, mean, of_labels, novelty=novelty))
 
 

@@ -23,7 +23,7 @@ COMMANDS = {
     "finetune": "Fine-tune a pretrained potential on DFT data, so that it predicts an uncertainty.",
     "evaluate": "Score the predictions and uncertainties of a model on structures with DFT labels.",
     "predict": "Predict energy, forces and stress of structures, with uncertainties.",
-    "calibrate": "Scale the spread of a model by one factor, fitted to its errors on held-out structures.",
+    "calibrate": "Scale the spread of a model to its errors on held-out structures.",
     "novelty": "Let a model tell how unusual a structure is, compared with its training set.",
     "fold": "Write one sample of a model as an ordinary file of the potential's own package.",
     "info": "Show the backbone, training data, settings, scores and versions of a model.",

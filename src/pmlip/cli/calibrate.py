@@ -52,7 +52,7 @@ def calibrate(
     ] = Path("calibrated.pt"),
     as_json: AsJson = False,
 ) -> None:
-    """Scale the spread of a model by one factor, fitted to its force errors on held-out structures.
+    """Scale the spread of a model to its errors on held-out structures.
 
     Energy error bars have a second factor, fitted to the energy errors. The scale of novelty and its error bars are
     fitted to the same structures.
