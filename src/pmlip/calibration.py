@@ -94,17 +94,19 @@ def calibrate(
     before = measured(1.0)
     learned = scale_parts(model, listed, samples=count, chunk_atoms=chunk_atoms)
     factor, step = learned or 1.0, 1.0
+    # a factor on both parts would undo the choice of a large tangent part
+    most = ROUNDS if learned is None else 1
     rounds: list[_Round] = []
-    for number in range(ROUNDS):
+    for number in range(most):
         now, forces = before if number == 0 and learned is None else measured(factor)
         rounds.append(now)
         if progress:
-            progress(number + 1, ROUNDS)
+            progress(number + 1, most)
         best = min(rounds, key=lambda one: one.crps)
         # if the last step was too large: a non-linear response makes the mean of a wide spread worse
         better = best is rounds[-1]
         step = max(best_factor(forces, target.forces), SMALLEST / factor) if better else math.sqrt(step)
-        last = number == ROUNDS - 1 or abs(step - 1) < CLOSE
+        last = number == most - 1 or abs(step - 1) < CLOSE
         change = best.factor * (1.0 if last else step) / factor
         model.scale_spread(change)
         factor *= change

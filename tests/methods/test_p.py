@@ -5,6 +5,9 @@ from ase.build import bulk, molecule
 
 import pmlip
 from conftest import randomise_noise
+from molecules import molecules
+from pmlip.methods.p import perturb
+from pmlip.noise.injection import Site
 from tiny import tiny_backbone
 
 
@@ -124,3 +127,17 @@ def test_the_mean_over_all_noise_is_told_by_few_samples():
     for name in ("energy", "forces"):
         assert (mean[name] - truth[name]).norm() < (many[name] - truth[name]).norm()
     assert model.passes(8) == 10
+
+
+def test_sites_given_by_name_are_the_sites_of_the_adapter():
+    backbone = tiny_backbone()
+    own = perturb(backbone)
+    named = perturb(backbone, sites=[site.name for site in own.sites])
+    assert named.sites == own.sites
+
+
+def test_novelty_refuses_sites_whose_rows_belong_to_unknown_atoms():
+    backbone = tiny_backbone()
+    other = next(name for name, layer in backbone.module.named_modules() if isinstance(layer, torch.nn.Linear))
+    with pytest.raises(ValueError, match=r"rows are 'pixel', allowed: .*node"):
+        perturb(backbone, sites=[Site(other, rows="pixel")]).fit_novelty(molecules())

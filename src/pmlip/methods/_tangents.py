@@ -8,14 +8,13 @@ import numpy as np
 from ase import Atoms
 from torch import Tensor
 
-from pmlip.methods.base import FIXED_ATOMS, Method
+from pmlip.methods.base import Method
 from pmlip.noise.draws import SEED_OF_FIT
 from pmlip.scores import fair_crps
-from pmlip.structures.atoms import Progress, subsample
+from pmlip.structures.atoms import Progress
 from pmlip.structures.labels import labels
 from pmlip.tangent import Tangent, passes_of_fit, tangents_of
 
-MOST_STRUCTURES = 64  # validation structures to set the scales with
 TOLERANCE = 0.01  # the CRPS may be higher than the lowest CRPS by this fraction
 LEARNED = np.linspace(0.2, 1.4, 13)  # factors on the learned spread
 # root mean square of the tangent spread, in units of the force error
@@ -23,23 +22,16 @@ TANGENT = np.concatenate([[0.0], np.geomspace(0.05, 2.0, 17)])
 
 
 def add_tangents(
-    model: Method,
-    train: Sequence[Atoms],
-    valid: Sequence[Atoms] = (),
-    *,
-    cover: str = "all",
-    progress: Progress | None = None,
+    model: Method, train: Sequence[Atoms], *, cover: str = "all", progress: Progress | None = None
 ) -> None:
-    """Fit the tangent samples of a model to training structures and their scale to validation structures.
+    """Fit the tangent samples of a model to training structures. Does nothing if the method has none.
 
-    Does nothing if the method has none. Their cost is added to the history of the model. cover: see
-    `pmlip.tangent.fit`. progress(done, total) counts structures.
+    Their cost is added to the history of the model. cover: see `pmlip.tangent.fit`. progress(done, total) counts
+    structures.
     """
     began = time.monotonic()
     if not model.learner().fit_tangents(train, cover=cover, progress=progress):
         return
-    if valid:
-        scale_parts(model, subsample(valid, MOST_STRUCTURES), chunk_atoms=FIXED_ATOMS)
     if model.history is not None:
         seconds = round(model.history.seconds + time.monotonic() - began, 1)
         passes = model.history.passes + len(tangents_of(model)) * passes_of_fit(len(train))

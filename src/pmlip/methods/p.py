@@ -1,6 +1,7 @@
 """P, learned functional perturbations: noise at the sites of a potential, trained by the fair CRPS of K samples."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, overload
 
 import torch
@@ -274,8 +275,19 @@ def perturb(module: nn.Module, *, noise_dim: int = 128, sites: Sites | None = No
 
 def perturb_at(backbone: nn.Module, sites: Sites, noise_dim: int) -> Perturbed:
     if isinstance(backbone, Backbone):
-        return Potential(backbone, find_sites(backbone.module, sites), noise_dim)
+        return Potential(backbone, _with_known_rows(find_sites(backbone.module, sites), backbone), noise_dim)
     return Perturbed(backbone, find_sites(backbone, sites), noise_dim)
+
+
+def _with_known_rows(sites: Sequence[Site], backbone: Backbone) -> tuple[Site, ...]:
+    """The sites, with the kind of row and the envelope that the adapter knows for sites given by name alone."""
+    known = {site.name: site for site in find_sites(backbone.module, backbone.sites())}
+    return tuple(
+        replace(site, rows=known[site.name].rows, envelope=site.envelope or known[site.name].envelope)
+        if site.name in known and site.rows == Site(site.name).rows
+        else site
+        for site in sites
+    )
 
 
 def make(backbone: Backbone, *, noise_dim: int = 128) -> Potential:

@@ -105,6 +105,12 @@ def widths_of(module: nn.Module, sites: Sequence[Site]) -> dict[str, int]:
 @contextlib.contextmanager
 def collect(module: nn.Module, sites: Sequence[Site], atom_of_row: Mapping[str, Tensor]) -> Iterator[SiteGradients]:
     """Collect the gradients of the sites in the passes of `module` inside the block."""
+    for site in sites:
+        if site.rows not in atom_of_row:
+            raise ValueError(
+                f"the atoms of the rows of site {site.name!r} are unknown: its rows are {site.rows!r}, allowed: "
+                f"{', '.join(atom_of_row)}; perturb the potential with Site({site.name!r}, rows=...)"
+            )
     gradients = SiteGradients(atom_of_row, widths_of(module, sites), next(module.parameters()))
     layers = {site: module.get_submodule(site.name) for site in sites}
     plain = {site: type(layer) for site, layer in layers.items()}

@@ -98,7 +98,7 @@ def finetune(
     done = replace(runs[0], **{name: sum(getattr(run, name) for run in runs) for name in ("seconds", "passes")})
     model.history = done.history(config)
     if config.tangent:
-        add_tangents(model, data.structures, held_out.structures if held_out else [], progress=fitting)
+        add_tangents(model, data.structures, progress=fitting)
     if held_out:
         learner.fit_on_validation(held_out.structures, train=data.structures)
     return replace(done, seconds=model.history.seconds, passes=model.history.passes)

@@ -20,6 +20,7 @@ from pmlip.provenance import environment
 from pmlip.score_table import benchmark_scores
 from pmlip.spread_fit import best_factor
 from pmlip.structures.labels import labels
+from pmlip.tangent import tangents_of
 from pmlip.training.config import FinetuneConfig
 from pmlip_bench.finetuned import fine_tuned, training_cost, weights
 from pmlip_bench.publish import check_installed, publish
@@ -200,15 +201,16 @@ def _spread_factors(model: Method, valid: Sequence[Atoms], settings: SilicaSetti
     """The factors on the spread of forces and energies that minimise the CRPS on the validation data.
 
     1 for the Gaussians, which are already fitted on the validation data, and for ensembles, which have too few samples
-    to fit a factor.
+    to fit a factor. The forces of tangent samples are already fitted, too.
     """
     if model.fixed_samples is not None or model.learner().needs_validation:
         return 1.0, 1.0
     # other samples than in the test, so that the test does not see the samples the factor was fitted on
     drawn, target = model.sample(valid, samples=settings.test_samples, seed=SEED_OF_FIT), labels(valid)
     atoms = target.atoms_per_system
+    forces_are_fitted = any(tangent.active for tangent in tangents_of(model))
     return (
-        best_factor(drawn.forces.double(), target.forces),
+        1.0 if forces_are_fitted else best_factor(drawn.forces.double(), target.forces),
         best_factor(drawn.energy.double() / atoms, target.energy / atoms),
     )
 

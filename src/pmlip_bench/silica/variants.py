@@ -7,7 +7,8 @@ from typing import Any
 
 from pmlip import methods
 from pmlip.methods import Method
-from pmlip.methods._tangents import add_tangents
+from pmlip.methods._tangents import add_tangents, scale_parts
+from pmlip.methods.base import FIXED_ATOMS
 from pmlip.tangent import COVERS
 from pmlip.training.config import FinetuneConfig
 from pmlip_bench.silica.data import Splits
@@ -27,7 +28,8 @@ class Variant:
 
 
 def _with_tangents(model: Method, data: Splits, *, cover: str = "all") -> Method:
-    add_tangents(model, data.train, data.valid, cover=cover)
+    add_tangents(model, data.train, cover=cover)
+    scale_parts(model, data.valid, chunk_atoms=FIXED_ATOMS)
     return model
 
 
