@@ -174,12 +174,16 @@ def tangents_of(model: nn.Module) -> list[Tangent]:
     return [module for module in model.modules() if isinstance(module, Tangent)]
 
 
-def fit(backbone: Backbone, train: Sequence[Atoms], *, cover: str = "all", progress: Progress | None = None) -> Tangent:
+def fit(
+    backbone: Backbone, train: Sequence[Atoms], *, cover: str | None = None, progress: Progress | None = None
+) -> Tangent:
     """The tangent distribution of a potential, from the derivatives of its forces on the training structures.
 
     Its width is the root mean square force error on these structures; `pmlip.calibrate` fits it to validation data.
-    cover: the weights that change, one of COVERS. progress(done, total) counts structures.
+    cover: the weights that change, one of COVERS; by default the best choice for this potential. progress(done, total)
+    counts structures.
     """
+    cover = cover or backbone.tangent_cover
     if cover not in COVERS:
         raise ValueError(f"cover must be one of {', '.join(COVERS)}, got cover={cover!r}{did_you_mean(cover, COVERS)}")
     if not len(train):
@@ -290,7 +294,7 @@ def _covered(
     found = torch.autograd.grad(forces, values, probe, materialize_grads=True, allow_unused=True)
     layers = {
         "sites": [site.name for site in sites_of(backbone.module, backbone.sites())],
-        "readout": [readout.name for readout in backbone.readouts()],
+        "readout": backbone.heads(),
     }
     inside = tuple(f"module.{name}." for part in cover.split("+") for name in layers.get(part, []))
     return [

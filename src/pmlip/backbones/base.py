@@ -47,6 +47,7 @@ class Backbone(nn.Module, ABC):
     equivariant: bool  # whether rotating a structure rotates its forces exactly
     conservative: bool  # whether forces are the gradient of the energy
     rate = 1e-4  # default learning rate for fine-tuning; subclasses override it with a tuned value
+    tangent_cover = "all"  # weights that tangent samples change by default, one of `pmlip.tangent.COVERS`
 
     def __init__(self, module: nn.Module, variant: str) -> None:
         super().__init__()
@@ -89,6 +90,10 @@ class Backbone(nn.Module, ABC):
     @abstractmethod
     def readouts(self) -> Sequence[Readout]:
         """Return the modules whose inputs are the latent features of the atoms."""
+
+    def heads(self) -> list[str]:
+        """Return the names of the modules that compute the outputs from the features of the atoms."""
+        return [readout.name for readout in self.readouts()]
 
     @property
     def _like(self) -> Tensor:

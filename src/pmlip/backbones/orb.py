@@ -106,6 +106,9 @@ class OrbBackbone(Backbone):
     def readouts(self) -> list[Readout]:
         return [Readout("heads.energy")]
 
+    def heads(self) -> list[str]:
+        return ["heads"]
+
     def single(self, atoms: Atoms, index: int) -> Graph:
         batch = self._single(atoms, index).to(self._like.device)
         counts = {"node": batch.n_node, "edge": batch.n_edge}

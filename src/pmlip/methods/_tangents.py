@@ -22,7 +22,7 @@ TANGENT = np.concatenate([[0.0], np.geomspace(0.05, 2.0, 17)])
 
 
 def add_tangents(
-    model: Method, train: Sequence[Atoms], *, cover: str = "all", progress: Progress | None = None
+    model: Method, train: Sequence[Atoms], *, cover: str | None = None, progress: Progress | None = None
 ) -> None:
     """Fit the tangent samples of a model to training structures. Does nothing if the method has none.
 

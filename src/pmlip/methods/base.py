@@ -330,7 +330,9 @@ class Learner:
         """Align the energy offsets of the samples after training; returns False if samples have no offsets."""
         return False
 
-    def fit_tangents(self, train: Sequence[Atoms], *, cover: str = "all", progress: Progress | None = None) -> bool:
+    def fit_tangents(
+        self, train: Sequence[Atoms], *, cover: str | None = None, progress: Progress | None = None
+    ) -> bool:
         """Fit tangent samples to the forces of the training structures; returns False if the method has none."""
         return False
 

@@ -109,7 +109,9 @@ class Potential(Perturbed, Method):
             if curvature is not None:
                 self.energy_curvature.sub_((to_z.T @ curvature @ to_z).to(self.energy_curvature))
 
-    def fit_tangent(self, train: Iterable[Atoms], *, cover: str = "all", progress: Progress | None = None) -> None:
+    def fit_tangent(
+        self, train: Iterable[Atoms], *, cover: str | None = None, progress: Progress | None = None
+    ) -> None:
         """Add tangent samples, whose spread rises out of distribution; train: the training structures, with forces.
 
         A sample then costs about three passes. Call `pmlip.calibrate` afterwards, which fits the width. cover: see
@@ -232,7 +234,9 @@ class PotentialLearner(Learner):
                 self.fit_energy_zero(structures, curved=False)
         return rate
 
-    def fit_tangents(self, train: Sequence[Atoms], *, cover: str = "all", progress: Progress | None = None) -> bool:
+    def fit_tangents(
+        self, train: Sequence[Atoms], *, cover: str | None = None, progress: Progress | None = None
+    ) -> bool:
         self.model.fit_tangent(train, cover=cover, progress=progress)
         return True
 

@@ -82,7 +82,9 @@ class PEnsembleLearner(EnsembleLearner):
     trains_on_samples = True
     calibrated_after = True
 
-    def fit_tangents(self, train: Sequence[Atoms], *, cover: str = "all", progress: Progress | None = None) -> bool:
+    def fit_tangents(
+        self, train: Sequence[Atoms], *, cover: str | None = None, progress: Progress | None = None
+    ) -> bool:
         return all(part.learner().fit_tangents(train, cover=cover, progress=progress) for part in self.parts())
 
     def forget_tangents(self) -> None:

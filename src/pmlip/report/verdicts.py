@@ -136,7 +136,7 @@ def _training_set(inside: Entry, unseen: Sequence[Entry]) -> Verdict:
     text = f"Outside the training set, by novelty: {listed}."
     few = counts[0][1] <= 0.1 * counts[0][2]
     if any(outside for _, outside, _ in counts):
-        text += " Do not rely on the spread of these structures; label a few structures and train on the labels."
+        text += " Their spread can be too small; label a few of them and train on the labels."
     return ("good" if not any(outside for _, outside, _ in counts) else "fair" if few else "bad", text)
 
 

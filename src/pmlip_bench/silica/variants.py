@@ -27,7 +27,7 @@ class Variant:
         return self.make(model, data)
 
 
-def _with_tangents(model: Method, data: Splits, *, cover: str = "all") -> Method:
+def _with_tangents(model: Method, data: Splits, *, cover: str | None = None) -> Method:
     add_tangents(model, data.train, cover=cover)
     scale_parts(model, data.valid, chunk_atoms=FIXED_ATOMS)
     return model
