@@ -1,11 +1,12 @@
 """Tangent samples: linear changes of a potential along the directions that the training forces leave open.
 
 The weights w of the potential become w + S x, where the sketch S adds each entry of x to many weights. With J the
-derivative of an output with respect to x at x = 0, and H the sum of J^T J over the training forces, sample k gains
+derivative of an output with respect to x at x = 0, and H the sum of J^T J over the training labels, sample k gains
 
     width J u_k,    u_k ~ N(0, (H + floor I)^-1)
 
-Directions that change the training forces are narrow, all others are wide. So this part of the spread is small on
+H sums over forces, and over energies per atom in units of their error relative to the error of the forces. Directions
+that change the training forces or energies are narrow, all others are wide. So this part of the spread is small on
 structures like the training set and rises elsewhere. The energy that it adds is width u_k . dE/dx, and forces and
 stress are its exact derivatives, so each sample remains a potential. A finite change of the weights by `width u` would
 not do: the open directions are so wide that the response is far from linear.
@@ -198,7 +199,7 @@ def fit(
         chosen = [weight for (_, weight), use in zip(weights, covered, strict=True) if use]
         sketch = Sketch(chosen, DIMENSIONS)
         total = CurvatureSum(DIMENSIONS, centred=False, regularisation=REGULARISATION)
-        slope, square, count = torch.zeros(DIMENSIONS, dtype=torch.float64), 0.0, 0
+        slopes, missed, square, count = [], [], 0.0, 0
         probes = _probes(len(used))
         for done, index in enumerate(used, start=1):
             atoms = train[index]
@@ -207,16 +208,20 @@ def fit(
             if not bool(rows.isfinite().all()):
                 raise StructureError(atoms, index, "the derivatives of its forces are NaN or infinite")
             total.add(rows)
-            energy = torch.autograd.grad(outputs["energy"].sum(), chosen, materialize_grads=True, allow_unused=True)
-            slope += sketch.gather(energy).cpu() / (len(atoms) * len(used))
-            error = outputs["forces"].detach().cpu().double() - labels([atoms]).forces
+            slope = torch.autograd.grad(outputs["energy"].sum(), chosen, materialize_grads=True, allow_unused=True)
+            slopes.append(sketch.gather(slope).cpu() / len(atoms))
+            label = labels([atoms])
+            missed.append((outputs["energy"].detach().cpu().double() - label.energy) / len(atoms))
+            error = outputs["forces"].detach().cpu().double() - label.forces
             error = error[error.isfinite()]
             square, count = square + float(error.square().sum()), count + error.numel()
             if progress:
                 progress(done, len(used))
+        width = math.sqrt(square / count) if count else 1.0
+        total.add(_energy_rows(torch.stack(slopes), torch.cat(missed), width))
     found = _as_module(total.curvature(), covered)
-    found.energy_slope.copy_(slope)
-    found.width.fill_(math.sqrt(square / count) if count else 1.0)
+    found.energy_slope.copy_(torch.stack(slopes).mean(0))
+    found.width.fill_(width)
     return found.to(chosen[0].device)
 
 
@@ -277,6 +282,18 @@ def _force_rows(forces: Tensor, weights: Sequence[Tensor], sketch: Sketch, *, pr
         )
         rows += [sketch.gather([gradient[i] for gradient in found]).cpu() for i in range(len(part))]
     return torch.stack(rows)
+
+
+def _energy_rows(slopes: Tensor, errors: Tensor, width: float) -> Tensor:
+    """Rows of the training energies: derivatives of energies per atom in units of their error relative to the forces'.
+
+    Without what all structures have in common, which no force depends on. Structures without an energy have no row.
+    """
+    known = errors.isfinite()
+    spread = float(errors[known].std()) if int(known.sum()) > 1 else 0.0
+    if spread == 0:
+        return slopes[:0]
+    return (slopes[known] - slopes[known].mean(0)) * (width / spread)
 
 
 def _covered(

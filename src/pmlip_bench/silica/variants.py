@@ -6,8 +6,9 @@ from functools import partial
 from typing import Any
 
 from pmlip import methods
+from pmlip.calibration import calibrate
 from pmlip.methods import Method
-from pmlip.methods._tangents import add_tangents, scale_parts
+from pmlip.methods._tangents import add_tangents
 from pmlip.methods.base import FIXED_ATOMS
 from pmlip.tangent import COVERS
 from pmlip.training.config import FinetuneConfig
@@ -29,7 +30,7 @@ class Variant:
 
 def _with_tangents(model: Method, data: Splits, *, cover: str | None = None) -> Method:
     add_tangents(model, data.train, cover=cover)
-    scale_parts(model, data.valid, chunk_atoms=FIXED_ATOMS)
+    calibrate(model, data.valid, energies=False, chunk_atoms=FIXED_ATOMS)
     return model
 
 
