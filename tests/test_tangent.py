@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from ase.build import molecule
+from ase.calculators.singlepoint import SinglePointCalculator
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,6 +72,22 @@ def test_the_tangent_part_is_the_derivative_along_the_direction(model):
     atoms = torch.tensor([len(one) for one in STRANGE])
     common = (slope - found["energy"][0]) / atoms  # one offset per atom for all structures
     torch.testing.assert_close(common, common[:1].expand_as(common), rtol=1e-3, atol=1e-5)
+
+
+def test_samples_agree_with_the_training_energies():
+    """Labels near the model's energies leave little freedom. Without energies, only the forces limit the samples."""
+    model = randomise_noise(pmlip.perturb(tiny_backbone(), noise_dim=4), scale=0.1)
+    structures = molecules(6)
+    predicted = model.predict(structures).energy
+    spreads = []
+    for near in (True, False):
+        train = [atoms.copy() for atoms in structures]
+        for number, atoms in enumerate(train):
+            energy = {"energy": float(predicted[number]) + 1e-3 * (-1) ** number} if near else {}
+            atoms.calc = SinglePointCalculator(atoms, forces=structures[number].get_forces(), **energy)
+        model.fit_tangent(train)
+        spreads.append(float(tangent_part(model, structures, samples=16)["energy"].std(0).mean()))
+    assert spreads[0] < 0.1 * spreads[1]
 
 
 def test_it_is_small_where_the_model_was_trained_and_large_elsewhere(model):
