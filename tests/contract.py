@@ -110,6 +110,10 @@ class BackboneContract:
         """Plain, perturbed, folded and the package's own energies shift alike, by what each element was given."""
         shifted = copy.deepcopy(backbone)
         shifted.shift_references({14: 0.5, 11: -2.0})
+        moved = {number: value - backbone.references()[number] for number, value in shifted.references().items()}
+        assert {number: value for number, value in moved.items() if value} == pytest.approx(
+            {14: 0.5, 11: -2.0}, abs=1e-4
+        )
         silicon, salt = structures[3], structures[2]
         model = randomise_noise(pmlip.perturb(shifted), scale=self.noise_scale)
         for atoms, expected in ((silicon, 1.0), (salt, -8.0)):

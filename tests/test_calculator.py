@@ -1,8 +1,11 @@
+import copy
+
 import ase.db
 import numpy as np
 import pytest
 import torch
 from ase import units
+from ase.build import molecule
 from ase.calculators.calculator import PropertyNotImplementedError
 from ase.constraints import FixAtoms
 from ase.filters import FrechetCellFilter
@@ -17,6 +20,7 @@ from conftest import randomise_noise
 from molecules import WATER, calibration, molecules
 from pmlip import methods
 from pmlip.calculator import PMLIPCalculator, Recorder
+from pmlip.provenance import History
 from pmlip.structures.annotations import SPREADS_PER_ATOM, SPREADS_PER_STRUCTURE
 from pmlip.structures.labels import fingerprint
 from tiny import tiny_backbone
@@ -305,6 +309,19 @@ def test_a_structure_outside_the_training_set_is_said_once():
     with pytest.warns(UserWarning, match=r"atom 1 \(N\) has an element that the training set lacks"):
         other.get_forces()
     assert np.isinf(other.calc.results["novelty"])
+
+
+def test_a_composition_outside_the_training_set_is_said_once(model):
+    history = History(config={}, compositions=["H2O"])
+    own = copy.copy(model)
+    own.history = history
+    inside, outside = molecule("H2O"), molecule("H2O2")
+    inside.calc = outside.calc = PMLIPCalculator(own, samples=2)
+    inside.get_forces()
+    with pytest.warns(UserWarning, match=r"H2O2 is no combination of the compositions in the training set \(H2O\)"):
+        outside.get_forces()
+    outside.rattle(0.01)
+    outside.get_forces()
 
 
 def test_samples_come_with_novelty_where_the_training_set_is_known(tmp_path):

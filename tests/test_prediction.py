@@ -9,6 +9,7 @@ from conftest import randomise_noise
 from molecules import calibration, molecules
 from pmlip import methods, prediction
 from pmlip.prediction import count_structures, predict_file
+from pmlip.provenance import History
 from tiny import tiny_backbone
 
 
@@ -225,3 +226,12 @@ def test_a_model_that_knows_its_training_set_predicts_its_novelty(samples, tmp_p
             np.testing.assert_allclose(
                 atoms.arrays["forces_uncertainty"][:, 0], found.sigma[found.system == index], rtol=1e-6
             )
+
+
+def test_the_first_structure_with_another_composition_is_named(model, tmp_path):
+    model.history = History(config={}, compositions=["H2O"])
+    other = [Atoms("OH", [[0, 0, 0], [0, 0, 1.0]]) for _ in range(2)]
+    write(tmp_path / "in.extxyz", [*water(4), *other])
+    with pytest.warns(UserWarning, match=r"structure 4 \(HO\) is no combination") as caught:
+        predict_file(model, tmp_path / "in.extxyz", tmp_path / "out.extxyz", samples=2)
+    assert len(caught) == 1

@@ -89,6 +89,9 @@ class TinyBackbone(Backbone):
     def elements(self):
         return range(1, 100)
 
+    def references(self):
+        return dict(enumerate(self.module.reference.tolist()))
+
     def shift_references(self, offsets):
         for number, offset in offsets.items():
             self.module.reference[number] += offset

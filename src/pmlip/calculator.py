@@ -4,7 +4,6 @@ atoms.calc = PMLIPCalculator(model, samples=16)
 atoms.get_forces(); atoms.calc.results["forces_uncertainty"]
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +23,7 @@ from pmlip.novelty import Novelty
 from pmlip.samples import Samples
 from pmlip.structures.annotations import SPREADS_PER_ATOM, SPREADS_PER_STRUCTURE, annotated
 from pmlip.structures.atoms import electrons
+from pmlip.unfamiliar import Watch
 
 POINTS = ("mean", "zero")
 
@@ -94,7 +94,7 @@ class PMLIPCalculator(Calculator):
             raise ValueError("ensembles=True needs samples, got samples=0")
         self.samples = self.model.prediction_samples(samples)
         self.seed, self.point, self.ensembles = seed, point, ensembles
-        self._warned = False
+        self._watch = Watch(self.model)
 
     def calculate(
         self,
@@ -104,12 +104,7 @@ class PMLIPCalculator(Calculator):
     ) -> None:
         super().calculate(atoms, properties, system_changes)
         found = self.model.novelty(self.atoms) if self.model.training_features else None
-        if found is not None and bool(found.outside[0]) and not self._warned:
-            self._warned = True  # once per run
-            warnings.warn(
-                f"{self.atoms.get_chemical_formula()} lies outside the training set: {found.explain(0, self.atoms)}",
-                stacklevel=2,
-            )
+        self._watch.look([self.atoms], found)
         if not self.samples:
             assert found is not None
             self.results = one_pass(found)[0]

@@ -15,9 +15,11 @@ from ase.outputs import all_outputs
 from pmlip.atomic_files import write_json
 from pmlip.calculator import novelty_of, one_pass, uncertainties
 from pmlip.methods.base import Method
+from pmlip.novelty import Novelty
 from pmlip.structures.annotations import annotated, has_uncertainties, without_uncertainties
 from pmlip.structures.atoms import StructureError, as_structures
 from pmlip.structures.files import check_file, iterate
+from pmlip.unfamiliar import Watch
 
 BATCH = 64  # structures per write
 
@@ -52,12 +54,14 @@ def predict_file(
     asked: dict[str, Any] = {"model": identity, "source": source.name, "samples": count, "seed": seed}
     done = _resume(partial, notes, asked)
     total = count_structures(source)
-    structures = iterate(source)
+    structures, watch = iterate(source), Watch(model, numbered=True)
     if done:
         _check_same(next(itertools.islice(structures, done - 1, done), None), partial, source)
     while batch := list(itertools.islice(structures, BATCH)):
         try:
-            found = _predict(model, as_structures(batch), count, seed)
+            novelty = model.novelty(as_structures(batch)) if model.training_features else None
+            watch.look(batch, novelty, first=done)
+            found = _predict(model, as_structures(batch), count, seed, novelty)
         except StructureError as error:
             raise ValueError(f"{source}: {error.after(done)}") from error
         with partial.open("a") as file:
@@ -75,9 +79,10 @@ def predict_file(
     return done
 
 
-def _predict(model: Method, structures: list[Atoms], samples: int, seed: int) -> list[dict[str, Any]]:
+def _predict(
+    model: Method, structures: list[Atoms], samples: int, seed: int, novelty: Novelty | None
+) -> list[dict[str, Any]]:
     """Predictions and uncertainties of each structure, by name."""
-    novelty = model.novelty(structures) if model.training_features else None
     if not samples:
         assert novelty is not None
         return one_pass(novelty)

@@ -60,6 +60,7 @@ class History:
     passes: int = 0  # forward and backward passes: structures times samples
     seconds: float = 0.0
     offsets: Mapping[int, float] = field(default_factory=dict)  # eV per atom, by atomic number
+    compositions: Sequence[str] = ()  # formulas that all compositions of the training set combine
     error_before: Mapping[str, float] = field(default_factory=dict)  # MAE of each label before fine-tuning
     noise_rate: float | None = None  # learning rate of the parameters that the method adds
     validation: Mapping[str, float] = field(default_factory=dict)  # scores of the kept weights

@@ -11,6 +11,7 @@ from ase.stress import voigt_6_to_full_3x3_stress
 from torch import Tensor
 
 from pmlip.methods.base import Method
+from pmlip.unfamiliar import Watch
 
 try:
     from torch_sim.io import state_to_atoms
@@ -35,13 +36,15 @@ class TorchSimModel(ModelInterface):
         self.model, self.samples, self.seed = model, model.prediction_samples(samples), seed
         parameter = next(model.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
+        self._watch = Watch(model)
         self._compute_forces = self._compute_stress = True
 
     def forward(self, state: Any, **_: Any) -> dict[str, Tensor]:
         given = state if isinstance(state, SimState) else SimState(**state)
         structures, outputs = state_to_atoms(given), dict[str, Tensor]()
-        if self.model.training_features:
-            found = self.model.novelty(structures)
+        found = self.model.novelty(structures) if self.model.training_features else None
+        self._watch.look(structures, found)
+        if found is not None:
             outputs |= {"novelty": found.structure, "atom_novelty": found.atom}
         if self.samples:
             drawn, mean = self.model.sample_with_mean(structures, samples=self.samples, seed=self.seed)
@@ -49,6 +52,7 @@ class TorchSimModel(ModelInterface):
             energy_factor = calibration.energy_factor if calibration else 1.0
             outputs |= {"energy_uncertainty": energy_factor * spread.energy, "forces_uncertainty": spread.forces}
         else:
+            assert found is not None
             mean = found.predicted
             outputs["forces_uncertainty"] = found.sigma[:, None].expand(-1, 3)
         outputs |= {"energy": mean.energy, "forces": mean.forces}

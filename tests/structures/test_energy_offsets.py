@@ -2,10 +2,12 @@ import warnings
 
 import numpy as np
 import pytest
-from ase import units
+from ase import Atoms, units
+from ase.build import bulk, molecule
+from ase.calculators.singlepoint import SinglePointCalculator
 
 from pmlip.datasets import silica_pbe
-from pmlip.structures.energy_offsets import fit_offsets
+from pmlip.structures.energy_offsets import compositions, fit_offsets, is_combination, without_isolated
 from pmlip.structures.labels import labels
 
 STRUCTURES = silica_pbe("train")[:40]
@@ -64,4 +66,55 @@ def test_a_potential_that_is_off_is_no_reason_for_a_warning():
         for softness in (0.6, 1.0, 1.5):
             fit_offsets(ENERGIES, predictions(softness), STRUCTURES)
         fit_offsets(ENERGIES, predictions(0.0, noise=0.05), STRUCTURES)  # nothing to compare with
-        fit_offsets(ENERGIES[:3] / units.Hartree, predictions(0.9)[:3], STRUCTURES[:3])  # too few to tell
+    with pytest.warns(UserWarning, match="do not determine"):  # too few to tell the unit
+        fit_offsets(ENERGIES[:3] / units.Hartree, predictions(0.9)[:3], STRUCTURES[:3])
+
+
+def ethanol(energy):
+    atoms = molecule("CH3CH2OH")
+    atoms.calc = SinglePointCalculator(atoms, energy=energy, forces=np.zeros((9, 3)))
+    return atoms
+
+
+ATOMIC = {1: -13.6, 6: -1029.0, 8: -2041.0}  # eV, energies of all electrons
+
+
+def test_one_composition_leaves_the_energies_of_elements_open():
+    total = sum(ATOMIC[number] for number in molecule("CH3CH2OH").numbers)
+    with pytest.warns(UserWarning, match=r"C2H6O\) do not determine the energy of each of its 3 elements.*isolated"):
+        fit_offsets(np.full(4, total), np.full(4, -20.0), [ethanol(total)] * 4)
+
+
+def test_isolated_atoms_settle_what_compositions_leave_open():
+    total = sum(ATOMIC[number] for number in molecule("CH3CH2OH").numbers)
+    binding = -30.0
+    fitted = fit_offsets(np.full(4, total + binding), np.zeros(4), [ethanol(total)] * 4, known=ATOMIC)
+    assert {number: round(fitted[number] - ATOMIC[number]) for number in ATOMIC} == pytest.approx(
+        {1: -4, 6: -1, 8: -1}, abs=1
+    )
+    per_formula = sum(fitted[number] for number in molecule("CH3CH2OH").numbers)
+    assert per_formula == pytest.approx(total + binding)
+
+
+def test_isolated_atoms_are_taken_out_of_a_training_set():
+    hydrogen, boxed, iron = Atoms("H"), Atoms("O", cell=[10, 10, 10], pbc=True), bulk("Fe")
+    for atoms, energy in ((hydrogen, -13.6), (boxed, -430.0), (iron, -8.0)):
+        atoms.calc = SinglePointCalculator(atoms, energy=energy)
+    lower = hydrogen.copy()
+    lower.calc = SinglePointCalculator(lower, energy=-13.7)
+    rest, energies = without_isolated([ethanol(-1.0), hydrogen, boxed, lower, iron])
+    assert [len(atoms) for atoms in rest] == [9, 1]
+    assert energies == {1: -13.7, 8: -430.0}
+
+
+@pytest.mark.parametrize(
+    ("formula", "inside"), [("CH3CH2OH", True), ("C4H12O2", True), ("C2H5O", False), ("H2O", False), ("N2", False)]
+)
+def test_a_composition_is_compared_with_those_of_the_training_set(formula, inside):
+    assert is_combination(Atoms(formula), ["C2H6O"]) is inside
+
+
+def test_compositions_span_those_of_all_structures():
+    found = compositions([Atoms(formula) for formula in ("Si2O4", "SiO2", "Si", "SiO", "O2", "Si3O")])
+    assert found == ["O2Si", "Si"]
+    assert all(is_combination(Atoms(formula), found) for formula in ("O2", "SiO", "Si5O3"))

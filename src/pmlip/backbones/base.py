@@ -146,6 +146,10 @@ class Backbone(nn.Module, ABC):
         """Atomic numbers of the elements that the potential supports."""
 
     @abstractmethod
+    def references(self) -> dict[int, float]:
+        """Return the energy (eV) of each element that the potential adds for each atom; {} if it has none."""
+
+    @abstractmethod
     def shift_references(self, offsets: Mapping[int, float]) -> None:
         """Add offsets (atomic number -> eV per atom) to the reference energies that the package stores."""
 

@@ -284,6 +284,11 @@ class CHGNetBackbone(Backbone):
     def elements(self) -> range:
         return range(1, len(self.module.atom_embedding.embedding.weight) + 1)
 
+    def references(self) -> dict[int, float]:
+        if self.module.composition_model is None:
+            return {}
+        return dict(enumerate(self.module.composition_model.fc.weight[0].tolist(), start=1))
+
     def shift_references(self, offsets: Mapping[int, float]) -> None:
         if self.module.composition_model is None:
             raise ValueError(

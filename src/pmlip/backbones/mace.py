@@ -100,6 +100,11 @@ class MACEBackbone(Backbone):
     def elements(self) -> list[int]:
         return list(self.species)
 
+    def references(self) -> dict[int, float]:
+        own = self.module.atomic_energies_fn.atomic_energies
+        of_head = own if own.dim() == 1 else own[0]
+        return {number: float(of_head[index]) for number, index in self.species.items()}
+
     def shift_references(self, offsets: Mapping[int, float]) -> None:
         references = self.module.atomic_energies_fn.atomic_energies
         with torch.no_grad():

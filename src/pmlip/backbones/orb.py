@@ -203,6 +203,10 @@ class OrbBackbone(Backbone):
     def elements(self) -> range:
         return ELEMENTS
 
+    def references(self) -> dict[int, float]:
+        weight = self.module.heads["energy"].reference.linear.weight.view(-1).tolist()
+        return {number: weight[number] for number in self.elements}
+
     def shift_references(self, offsets: Mapping[int, float]) -> None:
         weight = self.module.heads["energy"].reference.linear.weight
         with torch.no_grad():

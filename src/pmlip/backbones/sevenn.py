@@ -126,6 +126,13 @@ class SevenNetBackbone(Backbone):
     def elements(self) -> list[int]:
         return list(self.module.type_map)
 
+    def references(self) -> dict[int, float]:
+        rescale = self.module.rescale_atomic_energy
+        if isinstance(rescale, Rescale):
+            return dict.fromkeys(self.elements, float(rescale.shift))
+        shift = rescale.shift.reshape(-1, rescale.shift.shape[-1])[0]
+        return {number: float(shift[index]) for number, index in self.module.type_map.items()}
+
     def shift_references(self, offsets: Mapping[int, float]) -> None:
         rescale = self.module.rescale_atomic_energy
         if isinstance(rescale, Rescale):

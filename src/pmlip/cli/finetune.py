@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +26,7 @@ from pmlip.cli.options import (
     options_of,
     print_json,
 )
-from pmlip.cli.progress import counter, progress_bar, resumable
+from pmlip.cli.progress import counter, printed_warnings, progress_bar, resumable
 from pmlip.training.config import FinetuneConfig
 
 if TYPE_CHECKING:
@@ -59,6 +58,14 @@ def finetune(
         typer.Option(
             min=1,
             help="Train on this many structures of TRAIN, chosen at random; by default on all.",
+            rich_help_panel="Data",
+        ),
+    ] = None,
+    references: Annotated[
+        Path | None,
+        typer.Option(
+            help="Energies of isolated atoms with the DFT settings of TRAIN: a file of single atoms, or JSON such as "
+            '{"H": -13.6}. Default: single atoms in TRAIN. They make energies of different compositions comparable.',
             rich_help_panel="Data",
         ),
     ] = None,
@@ -113,12 +120,14 @@ def finetune(
     Example: pmlip finetune silica.extxyz --backbone chgnet --epochs 20 --out p-chgnet
     """
     import torch
+    from ase.data import chemical_symbols
 
     from pmlip import methods
     from pmlip.atomic_files import write_json
     from pmlip.backbones import load_backbone
     from pmlip.novelty import KINDS
     from pmlip.provenance import DataSource, as_record
+    from pmlip.structures.energy_offsets import without_isolated
     from pmlip.training import finetuning
     from pmlip.training.distributed import Processes
 
@@ -134,11 +143,17 @@ def finetune(
     trained = methods.make(method, load_backbone(backbone, weights=weights, trust=trust), **options)
     keys = {"energy_key": energy_key, "forces_key": forces_key, "stress_key": stress_key}
     files = {file: _read(file, keys, config, console) for file in ([train] if valid is None else [train, valid])}
-    structures, held_out = _choose(files, train, valid, count=count, seed=config.seed, console=console)
+    learnable = {file: without_isolated(read) for file, read in files.items()}
+    isolated = learnable[train][1] | (_read_references(references, energy_key) if references else {})
+    if isolated:
+        console.print(f"energies of isolated atoms: {', '.join(chemical_symbols[number] for number in isolated)}")
+    usable = {file: rest for file, (rest, _) in learnable.items()}
+    structures, held_out = _choose(usable, train, valid, count=count, seed=config.seed, console=console)
     if dry_run:
         given: dict[str, Any] = {
             "train": train,
             "valid": valid,
+            "references": references,
             **keys,
             "count": count,
             "calibrate": calibrate,
@@ -173,14 +188,14 @@ def finetune(
             bar.update(task, completed=step, total=steps, description=what)
             write_curves(step, latest)
 
-        with resumable(console), warnings.catch_warnings(), _in_files(files):
-            warnings.showwarning = lambda message, *_: console.print(f"warning: {train}: {message}", markup=False)
+        with resumable(console), printed_warnings(console, train), _in_files(files):
             result = finetuning.finetune(
                 trained,
                 structures,
                 valid=held_out,
                 config=config,
                 folder=out,
+                references=isolated,
                 processes=processes,
                 progress=show,
                 fitting=counter(bar, "tangent samples"),
@@ -234,6 +249,27 @@ def _read(file: Path, keys: Mapping[str, str | None], config: FinetuneConfig, co
     if "forces" in config.learned:
         found.require("forces")
     return read
+
+
+def _read_references(file: Path, energy_key: str | None) -> dict[int, float]:
+    """Energies of isolated atoms by atomic number, from JSON or from a file of single atoms."""
+    from ase.data import atomic_numbers
+
+    from pmlip.structures.energy_offsets import without_isolated
+    from pmlip.structures.files import read_structures
+
+    if file.suffix != ".json":
+        rest, energies = without_isolated(read_structures(file, energy_key=energy_key)[0])
+        if rest or not energies:
+            raise ValueError(f"--references {file} must hold single atoms with energies, and nothing else")
+        return energies
+    try:
+        given = json.loads(file.read_text())
+        return {atomic_numbers[symbol]: float(energy) for symbol, energy in given.items()}
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f'--references {file} must hold an energy in eV for each element symbol, such as {{"H": -13.6}}: {error}'
+        ) from None
 
 
 def _choose(

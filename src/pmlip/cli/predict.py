@@ -9,7 +9,7 @@ from rich.console import Console
 
 from pmlip.cli.checks import check_new_file, chosen_device
 from pmlip.cli.options import AsJson, Device, Model, SettingsFile, Trust, Weights, print_json
-from pmlip.cli.progress import counter, progress_bar, resumable
+from pmlip.cli.progress import counter, printed_warnings, progress_bar, resumable
 
 
 def predict(
@@ -51,7 +51,7 @@ def predict(
     check_new_file(out)
     loaded = load(model, weights=weights, trust=trust, device=chosen_device(device))
     identity = hashlib.sha256(model.read_bytes()).hexdigest()
-    with progress_bar(console) as bar, resumable(console):
+    with progress_bar(console) as bar, resumable(console), printed_warnings(console, data):
         count = predict_file(
             loaded, data, out, samples=samples, seed=seed, identity=identity, progress=counter(bar, data.name)
         )

@@ -1,8 +1,10 @@
 """The progress bar of long work: current task, fraction done, time spent and time left."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import (
@@ -29,6 +31,14 @@ def resumable(console: Console) -> Iterator[None]:
     except KeyboardInterrupt:
         console.print("stopped; progress is saved: run the same command again to continue")
         raise
+
+
+@contextlib.contextmanager
+def printed_warnings(console: Console, file: Path) -> Iterator[None]:
+    """Inside the block, warnings are printed as lines that name this file."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: console.print(f"warning: {file}: {message}", markup=False)
+        yield
 
 
 def counter(bar: Progress, what: str, total: int | None = None) -> Callable[[int, int | None], None]:

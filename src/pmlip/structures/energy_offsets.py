@@ -2,10 +2,14 @@
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 from ase import Atoms, units
+from ase.formula import Formula
+
+from pmlip.structures.labels import labels
 
 LARGEST_RESIDUAL = 1.0  # eV per atom; pretrained potentials have smaller errors once offsets are fitted
 OTHER_UNITS = {  # 1 eV in each unit
@@ -17,27 +21,107 @@ OTHER_UNITS = {  # 1 eV in each unit
 # The slope of labels against predictions tests the unit only with this many structures, this standard deviation of the
 # predictions (eV per atom) and this correlation.
 FEWEST, LEAST_SPREAD, LEAST_CORRELATION = 8, 0.005, 0.7
+LARGEST_GUESS = 10.0  # eV per atom; warn if larger offsets are not determined by the compositions
+LONELY = 6.0  # Å; an atom whose periodic images are further away is isolated
+NOTHING: Mapping[int, float] = MappingProxyType({})
 
 
-def fit_offsets(energies: np.ndarray, predicted: np.ndarray, structures: Sequence[Atoms]) -> dict[int, float]:
+def fit_offsets(
+    energies: np.ndarray,
+    predicted: np.ndarray,
+    structures: Sequence[Atoms],
+    *,
+    known: Mapping[int, float] = NOTHING,
+) -> dict[int, float]:
     """Fit one energy per atom of each element to energies - predicted (eV) by least squares.
 
-    If the compositions do not determine the offsets (for example, all structures are SiO2), the solution with the
-    smallest norm is returned. Missing labels (NaN) are ignored. Warns if the energies are probably not in eV.
+    known: offsets of elements that are known otherwise, from isolated atoms. If the compositions do not determine all
+    offsets (for example, all structures are SiO2), the solution that is closest to the known offsets, and to zero for
+    other elements, is returned. Missing labels (NaN) are ignored. Warns if the energies are probably not in eV, and if
+    compositions leave large offsets open.
     """
-    elements = sorted({int(number) for atoms in structures for number in atoms.numbers})
-    counts = np.array([[np.count_nonzero(atoms.numbers == number) for number in elements] for atoms in structures])
     labelled = np.isfinite(energies)
     if not labelled.any():
         return {}
+    used = [atoms for atoms, label in zip(structures, labelled, strict=True) if label]
+    elements = sorted({int(number) for atoms in structures for number in atoms.numbers})
+    counts = _counts(used, elements)
     # fit per atom, so that each structure has the same weight whatever its size
-    atoms_in = counts.sum(1)[labelled]
-    shares, given, expected = counts[labelled] / atoms_in[:, None], energies[labelled], predicted[labelled]
-    solution, *_ = np.linalg.lstsq(shares, (given - expected) / atoms_in, rcond=None)
+    atoms_in = counts.sum(1)
+    shares, given, expected = counts / atoms_in[:, None], energies[labelled], predicted[labelled]
+    start = np.array([known.get(number, 0.0) for number in elements])
+    change, _, rank, _ = np.linalg.lstsq(shares, (given - expected) / atoms_in - shares @ start, rcond=1e-9)
+    solution = start + change
     residuals = (_composition_residual(values / atoms_in, shares) for values in (given, expected))
+    guessed = [abs(solution[i]) for i, number in enumerate(elements) if number not in known]
     if problem := _unit_problem(*residuals):
         warnings.warn(f"{problem}; check that the energies are in eV", stacklevel=2)
+    elif rank < len(elements) and guessed and max(guessed) > LARGEST_GUESS:
+        warnings.warn(
+            f"the compositions of the training set ({', '.join(compositions(used))}) do not determine the energy of "
+            f"each of its {len(elements)} elements, and the labels are up to {max(guessed):.0f} eV per atom away from "
+            "the potential: energies of other compositions will be meaningless; give the energies of isolated atoms "
+            "with the same DFT settings, as single atoms in the training set or as references",
+            stacklevel=2,
+        )
     return dict(zip(elements, solution.tolist(), strict=True))
+
+
+def _counts(structures: Sequence[Atoms], elements: Sequence[int]) -> np.ndarray:
+    """Number of atoms of each element, (structure, element)."""
+    return np.array([[np.count_nonzero(atoms.numbers == number) for number in elements] for atoms in structures])
+
+
+def compositions(structures: Sequence[Atoms]) -> list[str]:
+    """Reduced formulas of structures whose ratios of elements all others combine: at most one for each element."""
+    found: list[str] = []
+    seen: set[str] = set()
+    for atoms in structures:
+        formula = reduced_formula(atoms)
+        if formula not in seen and not is_combination(atoms, found):
+            found.append(formula)
+        seen.add(formula)
+    return found
+
+
+def is_combination(atoms: Atoms, formulas: Sequence[str]) -> bool:
+    """Whether the numbers of atoms of each element are a linear combination of the numbers in these formulas."""
+    if not formulas or reduced_formula(atoms) in formulas:
+        return bool(formulas)
+    parts = [Formula(formula).count() for formula in formulas]
+    own = atoms.symbols.formula.count()
+    elements = sorted(set(own).union(*parts))
+    rows = np.array([[part.get(element, 0) for element in elements] for part in [*parts, own]], dtype=float)
+    rows /= rows.sum(1, keepdims=True)
+    return bool(np.linalg.matrix_rank(rows) == np.linalg.matrix_rank(rows[:-1]))
+
+
+def reduced_formula(atoms: Atoms) -> str:
+    return f"{atoms.symbols.formula.reduce()[0]:hill}"
+
+
+def without_isolated(structures: Sequence[Atoms]) -> tuple[list[Atoms], dict[int, float]]:
+    """The structures that are not isolated atoms, and the lowest energy (eV) of the isolated atoms of each element.
+
+    Isolated atoms tell the energies of elements. There is nothing else to learn from them, and some potentials refuse
+    them.
+    """
+    rest, energies = [], dict[int, float]()
+    for atoms in structures:
+        if not _is_isolated(atoms):
+            rest.append(atoms)
+            continue
+        energy, number = float(labels([atoms]).energy[0]), int(atoms.numbers[0])
+        if math.isfinite(energy):
+            energies[number] = min(energy, energies.get(number, math.inf))
+    return rest, energies
+
+
+def _is_isolated(atoms: Atoms) -> bool:
+    if len(atoms) != 1:
+        return False
+    lengths = np.linalg.norm(np.asarray(atoms.cell), axis=1)[atoms.pbc]
+    return bool((lengths > LONELY).all())
 
 
 def _composition_residual(values: np.ndarray, shares: np.ndarray) -> np.ndarray:

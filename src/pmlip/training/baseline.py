@@ -1,10 +1,12 @@
 """Preparation of fine-tuning: check the labels, fit energy offsets, measure the errors."""
 
+from collections.abc import Mapping
+
 import torch
 
 from pmlip.methods.base import FIXED_ATOMS, Method
 from pmlip.structures.atoms import StructureError
-from pmlip.structures.energy_offsets import fit_offsets
+from pmlip.structures.energy_offsets import NOTHING, fit_offsets
 from pmlip.structures.labels import check_labels
 from pmlip.training.batches import LabelledStructures
 from pmlip.training.config import FinetuneConfig
@@ -25,14 +27,22 @@ def check_validation(valid: LabelledStructures, config: FinetuneConfig) -> None:
 
 
 def fit_offsets_and_measure_errors(
-    model: Method, train: LabelledStructures, config: FinetuneConfig
+    model: Method,
+    train: LabelledStructures,
+    config: FinetuneConfig,
+    references: Mapping[int, float] = NOTHING,
 ) -> tuple[dict[int, float], dict[str, float]]:
-    """Fit energy offsets and add them to the backbone; returns them and the MAE of each label before fine-tuning."""
+    """Fit energy offsets and add them to the backbone; returns them and the MAE of each label before fine-tuning.
+
+    references: energies of isolated atoms, by atomic number.
+    """
     target, outputs = train.labels, model.predict(train.structures, chunk_atoms=FIXED_ATOMS)
     offsets: dict[int, float] = {}
     energy = outputs.energy.double()
     if config.offsets and bool(target.energy.isfinite().any()):
-        offsets = fit_offsets(target.energy.numpy(), energy.numpy(), train.structures)
+        own = model.backbone.references()
+        known = {number: value - own[number] for number, value in references.items() if number in own}
+        offsets = fit_offsets(target.energy.numpy(), energy.numpy(), train.structures, known=known)
         model.backbone.shift_references(offsets)
         shift = [sum(offsets.get(int(number), 0.0) for number in atoms.numbers) for atoms in train.structures]
         energy = energy + torch.tensor(shift, dtype=torch.float64)

@@ -22,6 +22,7 @@ from pmlip.methods._tangents import add_tangents
 from pmlip.methods.base import FIXED_ATOMS, Initialisation, Method
 from pmlip.noise.draws import SEED_OF_FIT
 from pmlip.structures.atoms import Progress, as_structures, subsample
+from pmlip.structures.energy_offsets import NOTHING, compositions, without_isolated
 from pmlip.structures.labels import check_labels, fingerprint, labels
 from pmlip.structures.rotation import random_rotation
 from pmlip.training.baseline import check_validation, fit_offsets_and_measure_errors
@@ -53,11 +54,15 @@ def finetune(
     valid: Sequence[Atoms] | None = None,
     config: FinetuneConfig | None = None,
     folder: str | Path | None = None,
+    references: Mapping[int, float] = NOTHING,
     processes: Processes | None = None,
     progress: Callable[[int, int, Mapping[str, float]], None] | None = None,
     fitting: Progress | None = None,
 ) -> Finetuned:
     """Fine-tune a model in place on structures with labels.
+
+    references: energy (eV) of an isolated atom of each element, by atomic number. Isolated atoms in `train` are used
+    for this only. Without them, energies per element are known only as far as the compositions determine them.
 
     The loss scales each label by its error before fine-tuning, which balances energies and forces. The averaged weights
     with the best validation score are kept (without validation data, the last ones). `progress(step, steps, latest)` is
@@ -69,7 +74,11 @@ def finetune(
     """
     config = config or FinetuneConfig()
     learner = model.learner()
-    data = LabelledStructures(as_structures(train))
+    structures, isolated = without_isolated(as_structures(train))
+    if not structures:
+        raise ValueError("there is nothing to train on: all training structures are isolated atoms")
+    references = {**isolated, **references}
+    data = LabelledStructures(structures)
     check_labels(data.structures, data.labels, config.learned, missing=config.missing)
     held_out = LabelledStructures(as_structures(valid)) if valid else None
     if held_out:
@@ -94,9 +103,10 @@ def finetune(
 
         part_folder = folder_of_part(Path(folder), number, parts=len(parts)) if folder else None
         own = replace(config, seed=config.seed * len(parts) + number)  # unique for each pair of seed and part
-        runs.append(_Run(part, data, held_out, own, part_folder, processes).to_the_end(show))
+        runs.append(_Run(part, data, held_out, own, part_folder, processes, references).to_the_end(show))
     done = replace(runs[0], **{name: sum(getattr(run, name) for run in runs) for name in ("seconds", "passes")})
-    model.history = done.history(config)
+    labelled = [structures[i] for i in data.labels.energy.isfinite().nonzero().flatten().tolist()]
+    model.history = replace(done.history(config), compositions=compositions(labelled))
     if config.tangent:
         add_tangents(model, data.structures, progress=fitting)
     if held_out:
@@ -130,8 +140,10 @@ class _Run:
         config: FinetuneConfig,
         folder: Path | None,
         processes: Processes,
+        references: Mapping[int, float] = NOTHING,
     ) -> None:
         self.model, self.train, self.valid, self.config, self.processes = model, train, valid, config, processes
+        self.references = references
         self.learner = model.learner()
         self.state_file = folder / STATE_FILE if folder else None
         self.steps = config.steps_for(len(train))
@@ -169,11 +181,12 @@ class _Run:
             "config": asdict(self.config),
             "train": fingerprint(train.structures, train.labels),
             "valid": fingerprint(valid.structures, valid.labels) if valid else fingerprint([]),
+            **({"references": dict(self.references)} if self.references else {}),
         }
 
     def _prepare(self) -> None:
         """Fit energy offsets, measure the errors, and initialise the parameters that the method adds."""
-        self.offsets, self.scales = fit_offsets_and_measure_errors(self.model, self.train, self.config)
+        self.offsets, self.scales = fit_offsets_and_measure_errors(self.model, self.train, self.config, self.references)
         how = Initialisation(
             error=self.scales.get("forces", DEFAULT_ERROR),
             start=self.config.start,
