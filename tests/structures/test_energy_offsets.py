@@ -7,7 +7,13 @@ from ase.build import bulk, molecule
 from ase.calculators.singlepoint import SinglePointCalculator
 
 from pmlip.datasets import silica_pbe
-from pmlip.structures.energy_offsets import compositions, fit_offsets, is_combination, without_isolated
+from pmlip.structures.energy_offsets import (
+    compositions,
+    fit_offsets,
+    force_unit_problem,
+    is_combination,
+    without_isolated,
+)
 from pmlip.structures.labels import labels
 
 STRUCTURES = silica_pbe("train")[:40]
@@ -50,7 +56,7 @@ def test_missing_energies_do_not_count():
     ],
 )
 def test_another_unit_is_named(unit, name):
-    with pytest.warns(UserWarning, match=rf"times as much as predictions, as energies in {name} would; check that the"):
+    with pytest.warns(UserWarning, match=rf"times as much as predictions, as in {name}; check that the"):
         fit_offsets(ENERGIES / unit, predictions(0.9), STRUCTURES)
 
 
@@ -118,3 +124,13 @@ def test_compositions_span_those_of_all_structures():
     found = compositions([Atoms(formula) for formula in ("Si2O4", "SiO2", "Si", "SiO", "O2", "Si3O")])
     assert found == ["O2Si", "Si"]
     assert all(is_combination(Atoms(formula), found) for formula in ("O2", "SiO", "Si5O3"))
+
+
+@pytest.mark.parametrize(("unit", "name"), [(units.kcal / units.mol, "kcal/mol/Å"), (51.42, "Hartree/Bohr"), (1, "")])
+def test_another_unit_of_forces_is_named(unit, name):
+    random = np.random.default_rng(0)
+    expected = random.normal(size=(30, 3))
+    given = (0.8 * expected + 0.2 * random.normal(size=(30, 3))) / unit
+    given[0] = np.nan
+    problem = force_unit_problem(given, expected)
+    assert problem.endswith(f"as in {name}") if name else problem == ""

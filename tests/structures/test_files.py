@@ -236,9 +236,42 @@ def test_files_that_cannot_be_used(tmp_path):
     (tmp_path / "text.extxyz").write_text("no structures here\n")
     with pytest.raises(ValueError, match=r"text\.extxyz: "):
         read_structures(tmp_path / "text.extxyz")
-    np.savez(tmp_path / "other.npz", R=np.zeros((2, 3, 3)), z=[1, 1, 8])
-    with pytest.raises(ValueError, match=r"other.npz: it cannot be read: .* must hold positions .*; it holds R, z"):
+    np.savez(tmp_path / "other.npz", coordinates=np.zeros((2, 3, 3)), z=[1, 1, 8])
+    with pytest.raises(
+        ValueError, match=r"other.npz: it cannot be read: .* must hold positions .*; it holds coordinates, z"
+    ):
         read_structures(tmp_path / "other.npz")
     write(tmp_path / "bare.extxyz", Atoms("H2", [[0, 0, 0], [0, 0, 0.7]]))
     with pytest.raises(ValueError, match="no energies, forces or stresses were found"):
         read_structures(tmp_path / "bare.extxyz")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"positions": "R", "numbers": "z", "energy": "E", "forces": "F"},
+        {"positions": "coords", "numbers": "nuclear_charges", "energy": "energies", "forces": "forces"},
+    ],
+)
+def test_npz_of_sgdml_and_rmd17(tmp_path, names):
+    random = np.random.default_rng(0)
+    content = {"positions": random.normal(size=(2, 3, 3)), "numbers": np.array([8, 1, 1])}
+    content |= {"energy": np.array([[-1.0], [-2.0]]), "forces": random.normal(size=(2, 3, 3))}
+    np.savez(tmp_path / "water.npz", theory="PBE", **{names[name]: value for name, value in content.items()})
+    read, found = read_structures(tmp_path / "water.npz")
+    assert [atoms.get_potential_energy() for atoms in read] == [-1.0, -2.0]
+    np.testing.assert_allclose(read[1].get_forces(), content["forces"][1])
+    assert found.elements == {"O": 2, "H": 4}
+
+
+def test_names_of_labels_are_found_without_regard_to_case(tmp_path):
+    lines = ["1", 'Properties=species:S:1:pos:R:3:Force:R:3 Energy=-1 Virial="1 0 0 0 1 0 0 0 1" vdW_energy=-2']
+    lines += ["H 0 0 0 1 2 3"]
+    lines[1] = 'Lattice="2 0 0 0 2 0 0 0 2" ' + lines[1]
+    (tmp_path / "data.extxyz").write_text("\n".join(lines))
+    read, found = read_structures(tmp_path / "data.extxyz")
+    assert found.labels == {"energy": ("Energy", 1), "forces": ("Force", 1), "stress": ("Virial", 1)}
+    assert read[0].get_forces()[0].tolist() == [1, 2, 3]
+    assert read[0].get_stress()[0] == pytest.approx(-1 / 8)
+    assert found.unused == ("vdW_energy",)
+    assert "not used: 'vdW_energy'" in str(found)

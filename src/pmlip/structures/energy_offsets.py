@@ -18,6 +18,14 @@ OTHER_UNITS = {  # 1 eV in each unit
     "kcal/mol": units.mol / units.kcal,
     "kJ/mol": units.mol / units.kJ,
 }
+OTHER_FORCE_UNITS = {  # 1 eV/Å in each unit
+    "kcal/mol/Å": units.mol / units.kcal,
+    "kJ/mol/Å": units.mol / units.kJ,
+    "Hartree/Bohr": units.Bohr / units.Hartree,
+    "Hartree/Å": 1 / units.Hartree,
+    "Rydberg/Bohr": units.Bohr / units.Rydberg,
+    "eV/Bohr": units.Bohr,
+}
 # The slope of labels against predictions tests the unit only with this many structures, this standard deviation of the
 # predictions (eV per atom) and this correlation.
 FEWEST, LEAST_SPREAD, LEAST_CORRELATION = 8, 0.005, 0.7
@@ -135,16 +143,32 @@ def _unit_problem(given: np.ndarray, expected: np.ndarray) -> str:
 
     given, expected: labels and predictions after `_composition_residual`.
     """
-    spreads = [float(np.sqrt(np.mean(values**2))) for values in (given, expected)]
-    if len(given) >= FEWEST and spreads[1] > LEAST_SPREAD:
-        correlation = float(np.mean(given * expected)) / max(spreads[0] * spreads[1], 1e-12)
-        slope = correlation * spreads[0] / spreads[1]
-        if correlation > LEAST_CORRELATION and not 0.5 < slope < 2:
-            nearest = min(OTHER_UNITS, key=lambda unit: abs(math.log(OTHER_UNITS[unit] / slope)))
-            close = abs(math.log(OTHER_UNITS[nearest] / slope)) < math.log(1.4)
-            hint = f", as energies in {nearest} would" if close else ""
-            return f"energies vary {slope:.2g} times as much as predictions{hint}"
+    spread = float(np.sqrt(np.mean(expected**2)))
+    if len(given) >= FEWEST and spread > LEAST_SPREAD and (other := _other_unit(given, expected, OTHER_UNITS)):
+        return f"energies {other}"
     rest = float(np.sqrt(np.mean((given - expected) ** 2)))
     if rest > LARGEST_RESIDUAL:
         return f"after fitting an offset per element, energies and predictions still differ by {rest:.1f} eV/atom"
     return ""
+
+
+def force_unit_problem(given: np.ndarray, expected: np.ndarray) -> str:
+    """Say why force labels are probably not in eV/Å, compared with predictions, or return ""."""
+    known = np.isfinite(given)
+    if known.sum() < FEWEST or not expected[known].any():
+        return ""
+    other = _other_unit(given[known], expected[known], OTHER_FORCE_UNITS)
+    return f"forces {other}" if other else ""
+
+
+def _other_unit(given: np.ndarray, expected: np.ndarray, others: Mapping[str, float]) -> str:
+    """How labels differ from predictions by a factor, and the unit that this factor suggests; "" if they do not."""
+    spreads = [float(np.sqrt(np.mean(values**2))) for values in (given, expected)]
+    correlation = float(np.mean(given * expected)) / max(spreads[0] * spreads[1], 1e-12)
+    slope = correlation * spreads[0] / spreads[1]
+    if correlation <= LEAST_CORRELATION or 0.5 < slope < 2:
+        return ""
+    nearest = min(others, key=lambda unit: abs(math.log(others[unit] / slope)))
+    close = abs(math.log(others[nearest] / slope)) < math.log(1.4)
+    hint = f", as in {nearest}" if close else ""
+    return f"vary {slope:.2g} times as much as predictions{hint}"

@@ -3,6 +3,7 @@
 Labels are found under their common names, such as REF_energy or dft_forces.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,15 +24,21 @@ from pmlip.structures.annotations import has_uncertainties, places
 from pmlip.structures.atoms import StructureError, as_structures
 from pmlip.structures.labels import labels
 
-# Common names of each label, in order of preference. Reference names come before plain names, because a plain name may
-# hold the prediction of another potential.
+# Common names of each label in lower case, in order of preference. Reference names come before plain names, because a
+# plain name may hold the prediction of another potential.
 NAMES: Mapping[str, tuple[str, ...]] = {
-    "energy": ("REF_energy", "ref_energy", "dft_energy", "DFT_energy", "energy", "free_energy", "total_energy"),
-    "forces": ("REF_forces", "ref_forces", "dft_forces", "DFT_forces", "forces", "force"),
-    "stress": ("REF_stress", "ref_stress", "dft_stress", "DFT_stress", "stress"),
-    "virial": ("REF_virial", "REF_virials", "ref_virial", "dft_virial", "DFT_virial", "virial", "virials"),
+    "energy": ("ref_energy", "dft_energy", "energy_ref", "energy_dft", "energy", "free_energy", "total_energy"),
+    "forces": ("ref_forces", "dft_forces", "forces_ref", "forces_dft", "forces", "force"),
+    "stress": ("ref_stress", "dft_stress", "stress_ref", "stress_dft", "stress"),
+    "virial": ("ref_virial", "ref_virials", "dft_virial", "dft_virials", "virial", "virials"),
 }
-REFERENCES = {name for names in NAMES.values() for name in names if name.lower().startswith(("ref", "dft"))}
+NPZ_NAMES = {  # other names of arrays in npz files, the second line of rMD17
+    **{"energies": "energy", "cells": "cell", "stresses": "stress", "atomic_numbers": "numbers"},
+    **{"coords": "positions", "nuclear_charges": "numbers"},
+}
+SGDML_NAMES = {"R": "positions", "z": "numbers", "E": "energy", "F": "forces"}
+REFERENCES = {name for names in NAMES.values() for name in names if "ref" in name or "dft" in name}
+LOOKS_LIKE_A_LABEL = re.compile("energy|force|stress|virial", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,7 @@ class Found:
     atoms: tuple[int, int]  # number in the smallest and in the largest structure
     labels: dict[str, tuple[str, int]]  # label -> its name in the file, number of structures that carry it
     names: list[str]  # all names in the file that could be labels
+    unused: tuple[str, ...] = ()  # those that look like labels and are not used
 
     def require(self, label: str) -> None:
         """Raise a ValueError unless at least one structure carries the label."""
@@ -59,7 +67,11 @@ class Found:
         sizes = f"{small}" if small == large else f"{small} to {large}"
         named = [f"{label} ({name!r}, {count} of {self.structures})" for label, (name, count) in self.labels.items()]
         elements = ", ".join(self.elements)
-        return f"{self.path}: {self.structures} structures of {sizes} atoms ({elements}); labels: {', '.join(named)}"
+        unused = f"; not used: {', '.join(map(repr, self.unused))}" if self.unused else ""
+        return (
+            f"{self.path}: {self.structures} structures of {sizes} atoms ({elements}); "
+            f"labels: {', '.join(named)}{unused}"
+        )
 
 
 def read_structures(
@@ -71,8 +83,8 @@ def read_structures(
 ) -> tuple[list[Atoms], Found]:
     """Read the structures of a file and return them with a summary; labels are attached as a calculator.
 
-    Without a key, a label is searched under the names in `NAMES`. A label with "virial" in its name is converted to a
-    stress, -virial / volume. Errors name the file and the structure.
+    Without a key, a label is searched under the names in `NAMES`, without regard to case. A label with "virial" in its
+    name is converted to a stress, -virial / volume. Errors name the file and the structure.
     """
     path = Path(path)
     structures = list(iterate(path))
@@ -103,9 +115,10 @@ def read_structures(
     elements = Counter(symbol for atoms in structures for symbol in atoms.symbols)
     sizes = [len(atoms) for atoms in structures]
     found = {label: (str(names[label]), counts[label]) for label in names if counts[label]}
-    return labelled, Found(
-        path, len(structures), dict(elements), (min(sizes), max(sizes)), found, _available(structures)
-    )
+    available = _available(structures)
+    used = {name for name, _ in found.values()}
+    unused = tuple(name for name in available if name not in used and _looks_like_a_label(name))
+    return labelled, Found(path, len(structures), dict(elements), (min(sizes), max(sizes)), found, available, unused)
 
 
 def iterate(path: str | Path) -> Iterator[Atoms]:
@@ -140,17 +153,20 @@ def _read_npz(path: Path) -> Iterator[Atoms]:
     """Yield structures of one composition from positions (structure, atom, 3), symbols or numbers, cells and labels."""
     with np.load(path) as arrays:
         content = dict(arrays)
-    plural = {"energies": "energy", "cells": "cell", "stresses": "stress", "atomic_numbers": "numbers"}
-    content = {plural.get(name, name): value for name, value in content.items()}
+    names = NPZ_NAMES | (SGDML_NAMES if {"R", "z"} <= content.keys() else {})
+    content = {names.get(name, name): value for name, value in content.items()}
     if "positions" not in content or not {"symbols", "numbers"} & content.keys():
         raise ValueError(
             "an npz file must hold positions (structure, atom, 3) and symbols or numbers (atom,), and may hold cells, "
-            f"energies, forces and stresses; it holds {', '.join(content)}"
+            "energies, forces and stresses, or the same under the names of sGDML and rMD17; it holds "
+            f"{', '.join(content)}"
         )
     kinds = content["symbols"].tolist() if "symbols" in content else content["numbers"]
     count, form = len(content["positions"]), content["positions"].shape[1:]
     if "cell" in content and content["cell"].shape == (3, 3):  # one cell for all structures
         content["cell"] = np.broadcast_to(content["cell"], (count, 3, 3))
+    if "energy" in content and content["energy"].shape == (count, 1):
+        content["energy"] = content["energy"][:, 0]
     for name in ("cell", *LABELS):
         if name in content and content[name].shape[:1] != (count,):
             raise ValueError(f"{name} has shape {content[name].shape}, but positions holds {count} structures")
@@ -177,11 +193,19 @@ def _name(label: str, key: str | None, structures: Sequence[Atoms]) -> str | Non
         raise ValueError(
             f"{label}_key={key!r} is not in the file; names in the file: {', '.join(available) or 'none'}{hint}"
         )
-    return next((name for name in _candidates(label) if name in available), None)
+    return next(_matching(label, available), None)
 
 
-def _candidates(label: str) -> tuple[str, ...]:
-    return NAMES[label] + (NAMES["virial"] if label == "stress" else ())
+def _looks_like_a_label(name: str) -> bool:
+    """Whether a name in a file may be a label; ASE repeats energies as free energies, and pmlip adds uncertainties."""
+    known = name in ("free_energy", "energies", "stresses") or name.endswith("uncertainty")
+    return bool(LOOKS_LIKE_A_LABEL.search(name)) and not known
+
+
+def _matching(label: str, available: Sequence[str]) -> Iterator[str]:
+    """Yield the available names that are common for a label, the best first."""
+    for common in NAMES[label] + (NAMES["virial"] if label == "stress" else ()):
+        yield from (name for name in available if name.lower() == common)
 
 
 def _refuse_second_name(label: str, name: str | None, structures: Sequence[Atoms]) -> None:
@@ -191,7 +215,7 @@ def _refuse_second_name(label: str, name: str | None, structures: Sequence[Atoms
     """
     for index, atoms in enumerate(structures):
         own = _available([atoms])
-        other = None if name in own else next((candidate for candidate in _candidates(label) if candidate in own), None)
+        other = None if name in own else next(_matching(label, own), None)
         if other:
             raise StructureError(
                 atoms,
@@ -210,7 +234,7 @@ def _without_predictions(
     """
     with_uncertainties = [index for index, atoms in enumerate(structures) if has_uncertainties(atoms)]
     found = [label for label, name in names.items() if name]
-    plain = [label for label in found if given[label] is None and names[label] not in REFERENCES]
+    plain = [label for label in found if given[label] is None and str(names[label]).lower() not in REFERENCES]
     if not with_uncertainties or not plain:
         return dict(names)
     if plain == found:

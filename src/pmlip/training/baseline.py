@@ -1,12 +1,13 @@
 """Preparation of fine-tuning: check the labels, fit energy offsets, measure the errors."""
 
+import warnings
 from collections.abc import Mapping
 
 import torch
 
 from pmlip.methods.base import FIXED_ATOMS, Method
 from pmlip.structures.atoms import StructureError
-from pmlip.structures.energy_offsets import NOTHING, fit_offsets
+from pmlip.structures.energy_offsets import NOTHING, fit_offsets, force_unit_problem
 from pmlip.structures.labels import check_labels
 from pmlip.training.batches import LabelledStructures
 from pmlip.training.config import FinetuneConfig
@@ -46,6 +47,8 @@ def fit_offsets_and_measure_errors(
         model.backbone.shift_references(offsets)
         shift = [sum(offsets.get(int(number), 0.0) for number in atoms.numbers) for atoms in train.structures]
         energy = energy + torch.tensor(shift, dtype=torch.float64)
+    if problem := force_unit_problem(target.forces.numpy(), outputs.forces.double().numpy()):
+        warnings.warn(f"{problem}; check that the forces are in eV/Å", stacklevel=2)
     errors = {"energy": (energy - target.energy) / target.atoms_per_system}
     errors |= {name: outputs[name].double() - target[name] for name in ("forces", "stress") if name in outputs}
     scales = {}
