@@ -12,6 +12,7 @@ from pmlip.errors import CheckpointError, first_reason
 from pmlip.methods.base import Method
 from pmlip.methods.p import perturb_at
 from pmlip.noise.injection import Site, Sites
+from pmlip.run_folder import model_file
 
 
 def load(
@@ -23,7 +24,7 @@ def load(
     device: str = "cpu",
     trust: bool = False,
 ) -> Any:
-    """Load the model that `save` wrote to `path`.
+    """Load the model that `save` wrote to `path`, or the model in the folder of a run of `pmlip finetune`.
 
     A pretrained potential is loaded again by its name; if it came from a local file, pass that file as `weights`. Any
     other module must be passed as `backbone`. If its sites had custom envelopes, pass `sites` too. trust: see
@@ -33,6 +34,7 @@ def load(
         raise TypeError(
             f"path must be the file of a saved model, got a {type(path).__name__}; use pmlip.perturb for a potential"
         )
+    path = model_file(path)
     content = checkpoint.read(path)
     if backbone is None:
         backbone = content.origin.load(weights=weights, trust=trust)

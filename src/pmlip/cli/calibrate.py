@@ -22,6 +22,7 @@ from pmlip.cli.options import (
     print_json,
 )
 from pmlip.cli.progress import counter, progress_bar
+from pmlip.run_folder import model_file
 
 if TYPE_CHECKING:
     from ase import Atoms
@@ -63,6 +64,7 @@ def calibrate(
     from pmlip.structures.atoms import in_file
     from pmlip.structures.files import read_structures
 
+    model = model_file(model)
     console = Console(quiet=as_json)
     check_new_file(out)
     loaded = load(model, weights=weights, trust=trust, device=chosen_device(device))

@@ -22,6 +22,7 @@ from pmlip.cli.options import (
     print_json,
 )
 from pmlip.cli.progress import counter, progress_bar
+from pmlip.run_folder import model_file
 
 COLOURS = {"good": "green", "fair": "yellow", "bad": "red"}
 
@@ -67,7 +68,7 @@ def evaluate(
     compare: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Another model file, to compare with on the same structures; repeatable.", rich_help_panel="Model"
+            help="Another model, to compare with on the same structures; repeatable.", rich_help_panel="Model"
         ),
     ] = None,
     weights: Weights = None,
@@ -98,8 +99,9 @@ def evaluate(
     from pmlip.structures.files import read_structures
     from pmlip.structures.labels import require_labels
 
+    model, compare = model_file(model), [model_file(one) for one in compare or []]
     console = Console(quiet=as_json)
-    models, files = [model, *(compare or [])], [data, *(unseen or [])]
+    models, files = [model, *compare], [data, *(unseen or [])]
     if report is not None:
         check_installed()
     for file in (out, report):

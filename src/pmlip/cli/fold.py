@@ -8,6 +8,7 @@ from rich.console import Console
 
 from pmlip.cli.checks import check_new_file
 from pmlip.cli.options import AsJson, Model, Trust, Weights, print_json
+from pmlip.run_folder import model_file
 
 
 def fold(
@@ -35,6 +36,7 @@ def fold(
     """
     from pmlip.loading import load
 
+    model = model_file(model)
     console = Console(quiet=as_json)
     check_new_file(out)
     loaded = load(model, weights=weights, trust=trust)

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pmlip.cli.options import AsJson, Model, print_json
+from pmlip.run_folder import model_file
 
 
 def info(model: Model, as_json: AsJson = False) -> None:
@@ -16,6 +17,7 @@ def info(model: Model, as_json: AsJson = False) -> None:
     from pmlip import checkpoint
     from pmlip.provenance import as_record
 
+    model = model_file(model)
     console = Console(quiet=as_json)
     content = checkpoint.read(model)
     settings = dict(content.settings)

@@ -10,6 +10,7 @@ from rich.console import Console
 from pmlip.cli.checks import check_new_file, chosen_device
 from pmlip.cli.options import AsJson, Device, Model, SettingsFile, Trust, Weights, print_json
 from pmlip.cli.progress import counter, progress_bar
+from pmlip.run_folder import model_file
 
 if TYPE_CHECKING:
     from ase import Atoms
@@ -49,6 +50,7 @@ def novelty(
     from pmlip.structures.atoms import in_file
     from pmlip.structures.files import read_structures
 
+    model = model_file(model)
     console = Console(quiet=as_json)
     check_new_file(out)
     loaded = load(model, weights=weights, trust=trust, device=chosen_device(device))

@@ -18,7 +18,10 @@ from pmlip.errors import RunFailedError, did_you_mean
 FAILED, BAD_INPUT = 1, 2
 PANELS = ("Data", "Model", "Training", "Noise", "Output", "Expert")  # order of the help panels of a command
 
-Model = Annotated[Path, typer.Argument(help="Model file written by `pmlip finetune`, for example p-chgnet/model.pt.")]
+Model = Annotated[
+    Path,
+    typer.Argument(help="Folder of a run of `pmlip finetune`, for example p-chgnet, or a model file."),
+]
 Weights = Annotated[
     Path | None,
     typer.Option(

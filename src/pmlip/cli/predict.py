@@ -10,6 +10,7 @@ from rich.console import Console
 from pmlip.cli.checks import check_new_file, chosen_device
 from pmlip.cli.options import AsJson, Device, Model, SettingsFile, Trust, Weights, print_json
 from pmlip.cli.progress import counter, printed_warnings, progress_bar, resumable
+from pmlip.run_folder import model_file
 
 
 def predict(
@@ -47,6 +48,7 @@ def predict(
     from pmlip.loading import load
     from pmlip.prediction import predict_file
 
+    model = model_file(model)
     console = Console(quiet=as_json)
     check_new_file(out)
     loaded = load(model, weights=weights, trust=trust, device=chosen_device(device))
