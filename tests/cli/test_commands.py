@@ -124,6 +124,8 @@ def test_evaluate_leaves_out_what_was_trained_on(finetuned, tmp_path):
     said = " ".join(result.output.split())
     assert f"{known} of 30 structures were excluded because the run in" in said
     assert legend("SSR", "|F| alone", "beyond |F|", "best possible") in said
+    without = invoke("evaluate", out, tmp_path / "some.extxyz", "--samples", "3", "--count", "2")
+    assert f"trained or calibrated on {known} of 30 structures" in " ".join(without.output.split())
     arguments = ["--samples", "3", "--count", "5", "--exclude", out, "--unseen", SILICA, "--json"]
     result = invoke("evaluate", out / "model.pt", SILICA, *arguments, "--out", tmp_path / "scores.json")
     assert result.exit_code == 0, result.output

@@ -7,7 +7,7 @@ from ase.build import bulk, molecule
 from ase.calculators.singlepoint import SinglePointCalculator
 
 from pmlip.datasets import silica_pbe
-from pmlip.structures.energy_offsets import (
+from pmlip.structures.energy_offsets import compositions, fit_offsets, force_unit_problem, guessed_offsets, is_combination, without_isolated
     compositions,
     fit_offsets,
     force_unit_problem,
@@ -72,8 +72,7 @@ def test_a_potential_that_is_off_is_no_reason_for_a_warning():
         for softness in (0.6, 1.0, 1.5):
             fit_offsets(ENERGIES, predictions(softness), STRUCTURES)
         fit_offsets(ENERGIES, predictions(0.0, noise=0.05), STRUCTURES)  # nothing to compare with
-    with pytest.warns(UserWarning, match="do not determine"):  # too few to tell the unit
-        fit_offsets(ENERGIES[:3] / units.Hartree, predictions(0.9)[:3], STRUCTURES[:3])
+        fit_offsets(ENERGIES[:3] / units.Hartree, predictions(0.9)[:3], STRUCTURES[:3])  # too few to tell
 
 
 def ethanol(energy):
@@ -87,8 +86,11 @@ ATOMIC = {1: -13.6, 6: -1029.0, 8: -2041.0}  # eV, energies of all electrons
 
 def test_one_composition_leaves_the_energies_of_elements_open():
     total = sum(ATOMIC[number] for number in molecule("CH3CH2OH").numbers)
-    with pytest.warns(UserWarning, match=r"C2H6O\) do not determine the energy of each of its 3 elements.*isolated"):
-        fit_offsets(np.full(4, total), np.full(4, -20.0), [ethanol(total)] * 4)
+    offsets = fit_offsets(np.full(4, total), np.full(4, -20.0), [ethanol(total)] * 4)
+    assert "(C2H6O): these ratios do not determine" in guessed_offsets(offsets, ["C2H6O"], [])
+    assert guessed_offsets(offsets, ["C2H6O"], ATOMIC) == ""
+    assert guessed_offsets(offsets, ["C2H6O", "H2O", "CO2"], []) == ""
+    assert guessed_offsets({1: 0.1, 8: -0.2}, ["H2O"], []) == ""
 
 
 def test_isolated_atoms_settle_what_compositions_leave_open():

@@ -27,6 +27,8 @@ from pmlip.run_folder import model_file
 COLOURS = {"good": "green", "fair": "yellow", "bad": "red"}
 
 if TYPE_CHECKING:
+    from ase import Atoms
+
     from pmlip.evaluation import Evaluation
     from pmlip.methods import Method
 
@@ -123,6 +125,8 @@ def evaluate(
         if exclude is not None:
             known = len(read) - len(new)
             console.print(f"{known} of {len(read)} structures were excluded because the run in {exclude} used them")
+        else:
+            _warn_about_training_structures(read, file, model.parent, console)
         structures[file], kept[file] = read, [new[i] for i in chosen(len(new), count, seed, file)]
     loaded: dict[Path, Method] = {}
     for path in models:  # a model that cannot be used must stop the command before the first evaluation
@@ -197,6 +201,20 @@ def _names(paths: Sequence[Path], short: Sequence[str]) -> dict[Path, str]:
     named = dict(zip(paths, short, strict=True))
     taken = list(named.values())
     return {path: name if taken.count(name) == 1 else str(path) for path, name in named.items()}
+
+
+def _warn_about_training_structures(structures: "Sequence[Atoms]", file: Path, run: Path, console: Console) -> None:
+    """Print a warning if the run that made the model, in the folder of its file, used some of these structures."""
+    if not (run / "summary.json").is_file():
+        return
+    seen = set(json.loads((run / "summary.json").read_text()).get("seen", ()))
+    known = sum(name_of_structure(atoms) in seen for atoms in structures) if seen else 0
+    if known:
+        console.print(
+            f"warning: {file}: the model was trained or calibrated on {known} of {len(structures)} structures, so its "
+            f"errors are too small there; leave them out with --exclude {run}",
+            markup=False,
+        )
 
 
 def _excluded(folder: Path | None) -> set[str]:

@@ -127,7 +127,7 @@ def finetune(
     from pmlip.backbones import load_backbone
     from pmlip.novelty import KINDS
     from pmlip.provenance import DataSource, as_record
-    from pmlip.structures.energy_offsets import without_isolated
+    from pmlip.structures.energy_offsets import guessed_offsets, without_isolated
     from pmlip.training import finetuning
     from pmlip.training.distributed import Processes
 
@@ -218,6 +218,8 @@ def finetune(
     with _in_files(files):
         fit_and_print(trained, structures, held_out, kinds=lacking, console=console)
     trained.save(out / "model.pt")
+    if note := guessed_offsets(result.offsets, trained.history.compositions, isolated):
+        console.print(f"note: {note}", markup=False)
     summary = {"backbone": backbone, "method": method, "options": dict(options)}
     summary |= as_record(trained.history, trained.calibration)
     summary["seen"] = [name_of_structure(atoms) for atoms in (*structures, *held_out)]

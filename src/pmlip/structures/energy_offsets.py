@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -29,7 +29,7 @@ OTHER_FORCE_UNITS = {  # 1 eV/Å in each unit
 # The slope of labels against predictions tests the unit only with this many structures, this standard deviation of the
 # predictions (eV per atom) and this correlation.
 FEWEST, LEAST_SPREAD, LEAST_CORRELATION = 8, 0.005, 0.7
-LARGEST_GUESS = 10.0  # eV per atom; warn if larger offsets are not determined by the compositions
+LARGEST_GUESS = 10.0  # eV per atom, of an offset that the compositions do not determine
 LONELY = 6.0  # Å; an atom whose periodic images are further away is isolated
 NOTHING: Mapping[int, float] = MappingProxyType({})
 
@@ -45,8 +45,7 @@ def fit_offsets(
 
     known: offsets of elements that are known otherwise, from isolated atoms. If the compositions do not determine all
     offsets (for example, all structures are SiO2), the solution that is closest to the known offsets, and to zero for
-    other elements, is returned. Missing labels (NaN) are ignored. Warns if the energies are probably not in eV, and if
-    compositions leave large offsets open.
+    other elements, is returned. Missing labels (NaN) are ignored. Warns if the energies are probably not in eV.
     """
     labelled = np.isfinite(energies)
     if not labelled.any():
@@ -58,21 +57,25 @@ def fit_offsets(
     atoms_in = counts.sum(1)
     shares, given, expected = counts / atoms_in[:, None], energies[labelled], predicted[labelled]
     start = np.array([known.get(number, 0.0) for number in elements])
-    change, _, rank, _ = np.linalg.lstsq(shares, (given - expected) / atoms_in - shares @ start, rcond=1e-9)
+    change, *_ = np.linalg.lstsq(shares, (given - expected) / atoms_in - shares @ start, rcond=1e-9)
     solution = start + change
     residuals = (_composition_residual(values / atoms_in, shares) for values in (given, expected))
-    guessed = [abs(solution[i]) for i, number in enumerate(elements) if number not in known]
     if problem := _unit_problem(*residuals):
         warnings.warn(f"{problem}; check that the energies are in eV", stacklevel=2)
-    elif rank < len(elements) and guessed and max(guessed) > LARGEST_GUESS:
-        warnings.warn(
-            f"the compositions of the training set ({', '.join(compositions(used))}) do not determine the energy of "
-            f"each of its {len(elements)} elements, and the labels are up to {max(guessed):.0f} eV per atom away from "
-            "the potential: energies of other compositions will be meaningless; give the energies of isolated atoms "
-            "with the same DFT settings, as single atoms in the training set or as references",
-            stacklevel=2,
-        )
     return dict(zip(elements, solution.tolist(), strict=True))
+
+
+def guessed_offsets(offsets: Mapping[int, float], formulas: Sequence[str], known: Iterable[int]) -> str:
+    """What large offsets mean that neither the compositions of the training set nor isolated atoms determine, or ""."""
+    guessed = [abs(offset) for number, offset in offsets.items() if number not in set(known)]
+    if len(formulas) >= len(offsets) or not guessed or max(guessed) < LARGEST_GUESS:
+        return ""
+    return (
+        f"energies are comparable only between structures whose elements have the same ratios as in the training set "
+        f"({', '.join(formulas)}): these ratios do not determine the energy of each element, and the labels are up to "
+        f"{max(guessed):.0f} eV per atom away from the potential. If you compare other compositions, give the energies "
+        "of isolated atoms with --references"
+    )
 
 
 def _counts(structures: Sequence[Atoms], elements: Sequence[int]) -> np.ndarray:
