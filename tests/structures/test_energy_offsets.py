@@ -7,10 +7,11 @@ from ase.build import bulk, molecule
 from ase.calculators.singlepoint import SinglePointCalculator
 
 from pmlip.datasets import silica_pbe
-from pmlip.structures.energy_offsets import compositions, fit_offsets, force_unit_problem, guessed_offsets, is_combination, without_isolated
+from pmlip.structures.energy_offsets import (
     compositions,
     fit_offsets,
     force_unit_problem,
+    guessed_offsets,
     is_combination,
     without_isolated,
 )
