@@ -1,4 +1,4 @@
-"""Gradients of the energy with respect to shifts at the sites of a network, one vector per atom.
+"""Gradients with respect to shifts at the sites of a network.
 
 A shift s_a for the rows of atom a changes the output h of a site to h + envelope s_a, so dE/ds_a is the sum of
 envelope dE/dh over these rows. Tensor hooks add up this sum during any backward pass of the energy, for example the
@@ -8,6 +8,7 @@ pass that gives the forces.
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,14 +41,14 @@ class SiteGradients:
     def per_atom(self) -> Tensor:
         return torch.cat(list(self._sums.values()), 1)
 
-    def watch(self, site: Site, output: Tensor, envelope: Tensor | None) -> None:
+    def pass_on(self, site: Site, output: Tensor, envelope: Tensor | None) -> Tensor:
         """Collect the gradient of this output of a site."""
-        if not torch.is_grad_enabled():
-            return
-        if not output.requires_grad:
-            output.requires_grad_()
-        self.outputs.append(output)
-        output.register_hook(partial(self._add, site, envelope))
+        if torch.is_grad_enabled():
+            if not output.requires_grad:
+                output.requires_grad_()
+            self.outputs.append(output)
+            output.register_hook(partial(self._add, site, envelope))
+        return output
 
     def _add(self, site: Site, envelope: Tensor | None, gradient: Tensor) -> None:
         rows = gradient.detach() if envelope is None else gradient.detach() * envelope.detach()
@@ -55,25 +56,46 @@ class SiteGradients:
         self._sums[site.name].index_add_(0, self._atom_of_row[site.rows], rows)
 
 
-class WatchedLayer(Mixin):
-    """Base class of the layers at the sites while their gradients are collected."""
+class SiteShifts:
+    """One shift for each site, zero, added to all rows of its output, to differentiate with respect to it."""
 
-    watched_site: Site
-    gradients: tuple[SiteGradients]  # in a tuple, as `NoisyLayer.noise_source`
+    def __init__(self, widths: Mapping[str, int], like: Tensor) -> None:
+        self._shifts = {name: like.new_zeros(width).requires_grad_() for name, width in widths.items()}
 
-    def watch(self, inputs: Callable[[], Tensor], output: Tensor) -> None:
-        envelope = self.watched_site.envelope
-        self.gradients[0].watch(self.watched_site, output, None if envelope is None else envelope(inputs()))
+    @property
+    def values(self) -> list[Tensor]:
+        return list(self._shifts.values())
+
+    def pass_on(self, site: Site, output: Tensor, envelope: Tensor | None) -> Tensor:
+        shift = self._shifts[site.name]
+        return output + (shift if envelope is None else shift * envelope)
 
 
-class WatchedLinear(WatchedLayer):
+class Tap(Protocol):
+    """What sees the outputs of the sites, before their activation."""
+
+    def pass_on(self, site: Site, output: Tensor, envelope: Tensor | None) -> Tensor:
+        """Return the output that the site passes on. envelope: factor on shifts, (row, 1), if the site has one."""
+
+
+class TappedLayer(Mixin):
+    """Base class of the layers at the sites while a tap sees their outputs."""
+
+    tapped_site: Site
+    tap: tuple[Tap]  # in a tuple, as `NoisyLayer.noise_source`
+
+    def pass_on(self, inputs: Callable[[], Tensor], output: Tensor) -> Tensor:
+        envelope = self.tapped_site.envelope
+        return self.tap[0].pass_on(self.tapped_site, output, None if envelope is None else envelope(inputs()))
+
+
+class TappedLinear(TappedLayer):
     def forward(self, x: Tensor | SplitInput) -> Tensor:
         out: Tensor = super().forward(x)
-        self.watch(x.concatenated if isinstance(x, SplitInput) else lambda: x, out)
-        return out
+        return self.pass_on(x.concatenated if isinstance(x, SplitInput) else lambda: x, out)
 
 
-class WatchedRadial(WatchedLayer):
+class TappedRadial(TappedLayer):
     """e3nn's layer contains its activation, and a shift enters before the activation."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,9 +104,7 @@ class WatchedRadial(WatchedLayer):
             shift = self.shift(x, x)
         elif isinstance(self, ShiftedRadial):
             shift = self.folded_shift(x)
-        out = before_activation(self, x, shift)
-        self.watch(lambda: x, out)
-        return after_activation(self, out)
+        return after_activation(self, self.pass_on(lambda: x, before_activation(self, x, shift)))
 
 
 def sites_of(module: nn.Module, wanted: Sites) -> tuple[Site, ...]:
@@ -112,16 +132,30 @@ def collect(module: nn.Module, sites: Sequence[Site], atom_of_row: Mapping[str, 
                 f"{', '.join(atom_of_row)}; perturb the potential with Site({site.name!r}, rows=...)"
             )
     gradients = SiteGradients(atom_of_row, widths_of(module, sites), next(module.parameters()))
+    with _tapped(module, sites, gradients):
+        yield gradients
+
+
+@contextlib.contextmanager
+def shifted(module: nn.Module, sites: Sequence[Site]) -> Iterator[list[Tensor]]:
+    """Shifts at the sites, which are zero; inside the block, the outputs of `module` can be differentiated by them."""
+    shifts = SiteShifts(widths_of(module, sites), next(module.parameters()))
+    with _tapped(module, sites, shifts):
+        yield shifts.values
+
+
+@contextlib.contextmanager
+def _tapped(module: nn.Module, sites: Sequence[Site], tap: Tap) -> Iterator[None]:
     layers = {site: module.get_submodule(site.name) for site in sites}
     plain = {site: type(layer) for site, layer in layers.items()}
     try:
         for site, layer in layers.items():
-            family = WatchedLinear if isinstance(layer, nn.Linear) else WatchedRadial
+            family = TappedLinear if isinstance(layer, nn.Linear) else TappedRadial
             become(layer, mixed_class(family, plain[site]))
-            layer.watched_site, layer.gradients = site, (gradients,)  # type: ignore[assignment]
-        yield gradients
+            layer.tapped_site, layer.tap = site, (tap,)  # type: ignore[assignment]
+        yield
     finally:
         for site, layer in layers.items():
             become(layer, plain[site])
-            for name in ("watched_site", "gradients"):
+            for name in ("tapped_site", "tap"):
                 layer.__dict__.pop(name, None)
