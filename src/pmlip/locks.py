@@ -32,22 +32,19 @@ def locked_file(path: str | Path) -> Iterator[None]:
 def locked_folder(folder: str | Path) -> Iterator[None]:
     """Hold the lock of an output folder inside the block; raises OutputInUseError if another process holds it.
 
-    The folder is created. It is removed again if nothing was written to it.
+    Files in the folder have their own locks.
     """
-    place = Path(folder).resolve()
-    created = [parent for parent in (place, *place.parents) if not parent.exists()]
-    try:
-        with _locked(place / ".lock", folder):
-            yield
-    finally:
-        with contextlib.suppress(OSError):  # not empty
-            for parent in created:
-                parent.rmdir()
+    with _locked(Path(folder).resolve() / ".lock", folder):
+        yield
 
 
 @contextlib.contextmanager
 def _locked(file: Path, output: str | Path) -> Iterator[None]:
-    """Hold a lock file inside the block. It names this process, for the message of another one."""
+    """Hold a lock file inside the block. It names this process, for the message of another one.
+
+    Missing folders are created, and removed again if nothing was written to them.
+    """
+    created = [folder for folder in file.parents if not folder.exists()]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         opened = take(file)
@@ -65,6 +62,9 @@ def _locked(file: Path, output: str | Path) -> Iterator[None]:
             yield
         finally:
             file.unlink(missing_ok=True)  # while it is locked, so that no other process has it
+            with contextlib.suppress(OSError):  # not empty
+                for folder in created:
+                    folder.rmdir()
 
 
 def take(file: Path, *, wait: bool = False) -> IO[bytes] | None:
