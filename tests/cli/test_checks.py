@@ -70,6 +70,13 @@ def test_evaluate_overwrites_no_input(option, file):
     assert line == f"error: cannot write {Path(file)}: it is an input of this command; give another name"
 
 
+@pytest.mark.parametrize("option", ["--weights", "--valid", "--settings"])
+def test_finetune_overwrites_no_input(option):
+    Path("run/model.pt").touch()
+    line = refused("finetune", "data.extxyz", option, "run/model.pt", "--out", "run")
+    assert line == "error: cannot write run/model.pt: it is an input of this command; give another name"
+
+
 def test_evaluate_overwrites_no_model():
     line = refused("evaluate", "model.pt", "data.extxyz", "--out", "unrelated.pt")
     assert line == "error: cannot write unrelated.pt: it is a model file or another archive; give another name"

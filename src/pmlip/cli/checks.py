@@ -28,9 +28,7 @@ def check_output(path: Path, *, inputs: Iterable[Path | None] = ()) -> None:
         raise FileNotFoundError(f"cannot write {path.name}: there is no folder {path.parent}")
     if path.is_dir():
         raise ValueError(f"cannot write {path}: it is a folder; give the name of a file")
-    for file in inputs:
-        if file is not None and file.exists() and path.exists() and path.samefile(file):
-            raise ValueError(f"cannot write {path}: it is an input of this command; give another name")
+    refuse_inputs(path, inputs)
     if path.exists() and _is_archive(path):
         raise ValueError(f"cannot write {path}: it is a model file or another archive; give another name")
     try:
@@ -38,6 +36,13 @@ def check_output(path: Path, *, inputs: Iterable[Path | None] = ()) -> None:
             pass
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}; give a file that can be written") from error
+
+
+def refuse_inputs(path: Path, inputs: Iterable[Path | None]) -> None:
+    """Raise ValueError if a file that is to be written is an input, also under another name."""
+    for file in inputs:
+        if file is not None and file.exists() and path.exists() and path.samefile(file):
+            raise ValueError(f"cannot write {path}: it is an input of this command; give another name")
 
 
 def _is_archive(path: Path) -> bool:

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from pmlip.cli.calibrate import calibrate_and_print
-from pmlip.cli.checks import chosen, chosen_device, name_of_structure
+from pmlip.cli.checks import chosen, chosen_device, name_of_structure, refuse_inputs
 from pmlip.cli.novelty import fit_and_print
 from pmlip.cli.options import (
     AsJson,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from pmlip.methods.base import Method
 
+FILES = ("model.pt", "last.pt", "log.jsonl", "summary.json")  # that a run writes
 FEWEST_FOR_CALIBRATION, MOST_FOR_CALIBRATION = 4, 64  # structures: fewer are unreliable, more take long
 
 
@@ -126,6 +127,8 @@ def finetune(
     config, options = FinetuneConfig(**settings), _options(option or [])
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; give a folder")
+    for name in FILES:
+        refuse_inputs(out / name, [train, valid, weights, settings_file])
     processes = Processes.start(chosen_device(device))
     # a dry run prints a settings file to stdout, so all else goes to stderr
     console = Console(quiet=as_json or processes.rank > 0, stderr=dry_run)
