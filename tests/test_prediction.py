@@ -1,3 +1,6 @@
+import errno
+import json
+
 import numpy as np
 import pytest
 from ase import Atoms
@@ -8,6 +11,8 @@ import pmlip
 from conftest import randomise_noise
 from molecules import calibration, molecules
 from pmlip import methods, prediction
+from pmlip.errors import OutputInUseError
+from pmlip.locks import locked_file
 from pmlip.prediction import count_structures, predict_file
 from pmlip.provenance import History
 from tiny import tiny_backbone
@@ -183,6 +188,106 @@ def test_other_structures_under_the_same_name_are_noticed(model, tmp_path, stopp
     write(tmp_path / "in.traj", stopped_at_the_last[kept])
     with pytest.raises(ValueError, match="differs from the structure at its position in"):
         predict_file(model, tmp_path / "in.traj", tmp_path / "out.extxyz", samples=4)
+
+
+def moved(atoms):
+    atoms.positions[1] += 0.01
+
+
+def relabelled(atoms):
+    atoms.calc = SinglePointCalculator(atoms, energy=-1.5)
+
+
+def renamed(atoms):
+    atoms.info["name"] = "another"
+
+
+@pytest.mark.parametrize("change", [moved, relabelled, renamed])
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_change_of_any_finished_structure_is_noticed(model, tmp_path, stopped_at_the_last, change, index):
+    change(stopped_at_the_last[index])
+    write(tmp_path / "in.traj", stopped_at_the_last)
+    with pytest.raises(ValueError, match="differs from the structure at its position in"):
+        predict_file(model, tmp_path / "in.traj", tmp_path / "out.extxyz", samples=4)
+    (tmp_path / "out.extxyz.partial").unlink()  # as the message says
+    assert predict_file(model, tmp_path / "in.traj", tmp_path / "out.extxyz", samples=4) == 5
+
+
+def test_what_a_killed_run_had_not_noted_is_predicted_again(model, tmp_path, monkeypatch, stopped_at_the_last):
+    """It notes a batch after writing it."""
+    write(tmp_path / "in.traj", stopped_at_the_last)
+    asked, sample = [], model.sample_with_mean
+    monkeypatch.setattr(
+        model, "sample_with_mean", lambda some, **options: asked.append(len(some)) or sample(some, **options)
+    )
+    with (tmp_path / "out.extxyz.partial").open("a") as file:
+        file.writelines((tmp_path / "out.extxyz.partial").read_text().splitlines(keepends=True)[:10])
+    assert predict_file(model, tmp_path / "in.traj", tmp_path / "out.extxyz", samples=4) == 5
+    assert asked == [1]
+    assert len(read(tmp_path / "out.extxyz", ":")) == 5
+
+
+def test_what_an_older_version_began_is_not_continued(model, tmp_path, stopped_at_the_last):
+    notes = tmp_path / "out.extxyz.partial.json"
+    content = json.loads(notes.read_text())
+    notes.write_text(json.dumps({name: content[name] for name in ("model", "source", "samples", "seed")}))
+    with pytest.raises(
+        ValueError, match=r"partial is from an older pmlip and cannot be resumed; remove .*partial.json"
+    ):
+        predict_file(model, tmp_path / "in.traj", tmp_path / "out.extxyz", samples=4)
+
+
+def test_only_one_process_writes_an_output(model, tmp_path, stopped_at_the_last):
+    write(tmp_path / "in.traj", stopped_at_the_last)
+    before = (tmp_path / "out.extxyz.partial").read_text()
+    with locked_file(tmp_path / "out.extxyz"), pytest.raises(OutputInUseError, match=r"out.extxyz is being written by"):
+        predict_file(model, tmp_path / "in.traj", tmp_path / "out.extxyz", samples=4)
+    assert (tmp_path / "out.extxyz.partial").read_text() == before
+
+
+def test_the_lock_is_held_while_structures_are_predicted(model, tmp_path, monkeypatch):
+    write(tmp_path / "in.extxyz", water(1))
+    sample = model.sample_with_mean
+
+    def locked(structures, **options):
+        with pytest.raises(OutputInUseError), locked_file(tmp_path / "out.extxyz"):
+            pass
+        return sample(structures, **options)
+
+    monkeypatch.setattr(model, "sample_with_mean", locked)
+    assert predict_file(model, tmp_path / "in.extxyz", tmp_path / "out.extxyz", samples=4) == 1
+    assert {file.name for file in tmp_path.iterdir()} == {"in.extxyz", "out.extxyz"}
+
+
+def test_unfinished_predictions_are_no_source_of_their_own_output(model, tmp_path):
+    source = tmp_path / "out.extxyz.partial"
+    write(source, water(2), format="extxyz")
+    before = source.read_text()
+    with pytest.raises(ValueError, match=r"is where unfinished predictions for out.extxyz are kept"):
+        predict_file(model, source, tmp_path / "out.extxyz", samples=4)
+    assert source.read_text() == before
+
+
+def test_an_at_sign_belongs_to_the_name(model, tmp_path):
+    """Also where ASE would read an index after it."""
+    for name in ("water@300K", "water@0"):
+        write(tmp_path / f"{name}.extxyz", water(3))
+        assert predict_file(model, tmp_path / f"{name}.extxyz", tmp_path / f"out-{name}.extxyz", samples=4) == 3
+
+
+def test_a_full_disk_names_the_file_and_loses_nothing(model, tmp_path, monkeypatch):
+    write(tmp_path / "in.extxyz", water(8))
+
+    def full(file, atoms, **_):
+        if "forces_uncertainty" in atoms.arrays and (tmp_path / "out.extxyz.partial").stat().st_size:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(file, atoms, **_)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prediction, "write", full)
+        with pytest.raises(OSError, match=r"^cannot write .*out.extxyz.partial: No space left on device; free some"):
+            predict_file(model, tmp_path / "in.extxyz", tmp_path / "out.extxyz", samples=4)
+    assert predict_file(model, tmp_path / "in.extxyz", tmp_path / "out.extxyz", samples=4) == 8
 
 
 def test_bad_input_names_the_file_and_the_structure(model, tmp_path):

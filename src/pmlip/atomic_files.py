@@ -1,27 +1,62 @@
 """Atomic writes: a file appears under its name only when it is complete."""
 
 import contextlib
+import errno
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from pmlip.locks import remove_if_free, take
+
 
 @contextlib.contextmanager
 def atomic_write(path: str | Path) -> Iterator[IO[bytes]]:
-    """Open a file for writing; an interrupted write leaves the old file unchanged."""
+    """Open a file for writing; an interrupted write leaves the old file unchanged.
+
+    The unfinished file is hidden. If a killed process left one behind, the next write of the same file removes it.
+    """
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    with naming(target):
+        _remove_abandoned(target)
+        file = take(partial, wait=True)
+        assert file is not None
+        with file:
+            try:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+                if os.name == "nt":
+                    file.close()  # Windows cannot rename an open file
+                partial.replace(target)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+
+
+@contextlib.contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Errors of the operating system inside the block name this file, which the error of a full disk does not."""
     try:
-        with partial.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+        yield
+    except (OSError, RuntimeError) as error:
+        reason = error if isinstance(error, OSError) else error.__context__  # torch raises its own error after it
+        if not isinstance(reason, OSError):
+            raise
+        hint = "; free some space and run it again" if reason.errno == errno.ENOSPC else ""
+        raise type(reason)(f"cannot write {path}: {reason.strerror or reason}{hint}") from error
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove the unfinished files of this name whose processes have died."""
+    name = re.compile(rf"\.{re.escape(target.name)}\.\d+\.partial")
+    with contextlib.suppress(OSError):  # the write itself says what is wrong with the folder
+        for file in target.parent.iterdir():
+            if name.fullmatch(file.name):
+                remove_if_free(file)
 
 
 def write_json(path: str | Path, content: Any) -> None:

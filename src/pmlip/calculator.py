@@ -16,6 +16,7 @@ from ase.io import write
 from ase.io.trajectory import Trajectory
 from ase.outputs import Properties, all_outputs
 
+from pmlip.atomic_files import naming
 from pmlip.loading import load
 from pmlip.methods.base import Method
 from pmlip.metrics import predictive_sigma
@@ -264,7 +265,9 @@ class Recorder:
             raise ValueError(f"path must end in one of {', '.join(_WRITERS)}, got {self.path.name!r}")
 
     def __call__(self) -> None:
-        _WRITERS[self.path.suffix](self.path, self.atoms.calc.annotate(self.atoms))
+        atoms = self.atoms.calc.annotate(self.atoms)
+        with naming(self.path):
+            _WRITERS[self.path.suffix](self.path, atoms)
 
 
 def _write_extxyz(path: Path, atoms: Atoms) -> None:

@@ -8,6 +8,10 @@ class CheckpointError(ValueError):
     """A model file cannot be used; the message says why."""
 
 
+class OutputInUseError(ValueError):
+    """Another process writes this output; the message says which."""
+
+
 class RunFailedError(RuntimeError):
     """A long run failed; finished parts are kept."""
 

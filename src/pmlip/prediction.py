@@ -1,19 +1,22 @@
 """Predictions for a file of structures. The file may be larger than memory, and an interrupted run resumes."""
 
+import hashlib
+import io
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from ase import Atoms
-from ase.io import read, write
+from ase.io import write
 from ase.outputs import all_outputs
 
-from pmlip.atomic_files import write_json
+from pmlip.atomic_files import naming, write_json
 from pmlip.calculator import novelty_of, one_pass, uncertainties
+from pmlip.locks import locked_file
 from pmlip.methods.base import Method
 from pmlip.novelty import Novelty
 from pmlip.structures.annotations import annotated, has_uncertainties, without_uncertainties
@@ -41,41 +44,44 @@ def predict_file(
     REF_energy, REF_forces and so on.
 
     Unfinished work is in a file named `out` + ".partial": a call with the same model (`identity`), source and settings
-    resumes it. progress(done, total) counts structures; total is None if it is unknown.
+    resumes it, if the finished part of the source has not changed. progress(done, total) counts structures; total is
+    None if it is unknown.
     """
     source, out = Path(source), Path(out)
     check_file(source)
     count = model.prediction_samples(samples)
     if out.suffix not in (".extxyz", ".xyz"):
         raise ValueError(f"predictions are written as extxyz, so out must end in .extxyz or .xyz, got out={out.name!r}")
-    if out.exists():
-        raise ValueError(f"{out} exists already; remove it, or pass another file as out=...")
     partial, notes = out.with_name(f"{out.name}.partial"), out.with_name(f"{out.name}.partial.json")
+    if source.resolve() in (partial.resolve(), notes.resolve()):
+        raise ValueError(f"{source} is where unfinished predictions for {out.name} are kept; pass another out=...")
     asked: dict[str, Any] = {"model": identity, "source": source.name, "samples": count, "seed": seed}
-    done = _resume(partial, notes, asked)
-    total = count_structures(source)
-    structures, watch = iterate(source), Watch(model, numbered=True)
-    if done:
-        _check_same(next(itertools.islice(structures, done - 1, done), None), partial, source)
-    while batch := list(itertools.islice(structures, BATCH)):
-        try:
-            novelty = model.novelty(as_structures(batch)) if model.training_features else None
-            watch.look(batch, novelty, first=done)
-            found = _predict(model, as_structures(batch), count, seed, novelty)
-        except StructureError as error:
-            raise ValueError(f"{source}: {error.after(done)}") from error
-        with partial.open("a") as file:
-            for atoms, own in zip(batch, found, strict=True):
-                write(file, annotated(_with_references(atoms), own), format="extxyz")
-            file.flush()
-            os.fsync(file.fileno())
-        done += len(batch)
-        if progress:
-            progress(done, total)
-    if not done:
-        raise ValueError(f"{source} holds no structures")
-    partial.replace(out)
-    notes.unlink()
+    with locked_file(out):
+        if out.exists():
+            raise ValueError(f"{out} exists already; remove it, or pass another file as out=...")
+        done, digest, structures = _resume(partial, notes, asked, source)
+        total, watch = count_structures(source), Watch(model, numbered=True)
+        while batch := list(itertools.islice(structures, BATCH)):
+            try:
+                novelty = model.novelty(as_structures(batch)) if model.training_features else None
+                watch.look(batch, novelty, first=done)
+                found = _predict(model, as_structures(batch), count, seed, novelty)
+            except StructureError as error:
+                raise ValueError(f"{source}: {error.after(done)}") from error
+            with naming(partial), partial.open("a") as file:
+                for atoms, own in zip(batch, found, strict=True):
+                    write(file, annotated(_with_references(atoms), own), format="extxyz")
+                file.flush()
+                os.fsync(file.fileno())
+            done += len(batch)
+            _add(digest, batch)
+            write_json(notes, asked | {"structures": done, "hash": digest.hexdigest()})
+            if progress:
+                progress(done, total)
+        if not done:
+            raise ValueError(f"{source} holds no structures")
+        partial.replace(out)
+        notes.unlink()
     return done
 
 
@@ -101,36 +107,46 @@ def _predict(
     return found
 
 
-def _resume(partial: Path, notes: Path, asked: dict[str, Any]) -> int:
-    """Number of finished structures, after removing an incomplete last batch.
+def _resume(
+    partial: Path, notes: Path, asked: dict[str, Any], source: Path
+) -> tuple[int, "hashlib._Hash", Iterator[Atoms]]:
+    """Number of finished structures, their hash and the other structures of `source`; removes an incomplete last batch.
 
-    Whole batches are needed because noise drawn per batch row depends on the batch.
+    Whole batches are needed because noise drawn per batch row depends on the batch. Raises ValueError if a finished
+    structure has changed in `source`.
     """
+    digest, structures = hashlib.sha256(), iterate(source)
     if not notes.exists() or not partial.exists():
         partial.unlink(missing_ok=True)
-        write_json(notes, asked)
-        return 0
-    if (found := json.loads(notes.read_text())) != asked:
-        changed = ", ".join(name for name in asked if found.get(name) != asked[name])
+        write_json(notes, asked | {"structures": 0, "hash": digest.hexdigest()})
+        return 0, digest, structures
+    found = json.loads(notes.read_text())
+    if changed := ", ".join(name for name in asked if found.get(name) != asked[name]):
         raise ValueError(f"{partial} belongs to a run with another {changed}; remove {notes} to start again")
-    ends = [0, *_frame_ends(partial)][::BATCH]
-    os.truncate(partial, ends[-1])
-    return (len(ends) - 1) * BATCH
-
-
-def _check_same(expected: Atoms | None, partial: Path, source: Path) -> None:
-    """Raise ValueError unless the last finished structure is `expected`, the structure at its position in `source`."""
-    last = read(partial, index=-1, format="extxyz")
-    if (
-        expected is None
-        or len(last) != len(expected)
-        or (last.numbers != expected.numbers).any()
-        or not np.allclose(last.positions, expected.positions, atol=1e-6)
-    ):
+    if "hash" not in found:
+        raise ValueError(f"{partial} is from an older pmlip and cannot be resumed; remove {notes} to start again")
+    # a killed run may have written structures that it had not noted yet, and never fewer than it had noted
+    ends = [0, *itertools.islice(_frame_ends(partial), found["structures"])][::BATCH]
+    done = (len(ends) - 1) * BATCH
+    _add(digest, itertools.islice(structures, done))
+    again = list(itertools.islice(structures, found["structures"] - done))  # the rest of an incomplete batch
+    noted = digest.copy()
+    _add(noted, again)
+    if noted.hexdigest() != found["hash"]:
         raise ValueError(
-            f"the last structure of {partial} differs from the structure at its position in {source}; remove "
+            f"a finished structure of {partial} differs from the structure at its position in {source}; remove "
             f"{partial} to start again"
         )
+    os.truncate(partial, ends[-1])
+    return done, digest, itertools.chain(again, structures)
+
+
+def _add(digest: "hashlib._Hash", structures: Iterable[Atoms]) -> None:
+    """Add everything that a prediction keeps of the structures."""
+    for atoms in structures:
+        text = io.StringIO()
+        write(text, _with_references(atoms), format="extxyz")
+        digest.update(text.getvalue().encode())
 
 
 def count_structures(path: Path) -> int | None:

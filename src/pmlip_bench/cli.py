@@ -21,6 +21,7 @@ from pmlip.cli.options import (
     exit_on_error,
     print_json,
 )
+from pmlip.locks import locked_folder
 from pmlip.training.config import FinetuneConfig
 
 EXTRA = ("matplotlib", "numba", "scoringrules")  # packages of the extra `bench`
@@ -103,15 +104,17 @@ def nbody(
         raise ValueError(f"unknown preset {preset!r}; allowed: {', '.join(benchmark.PRESETS)}")
     chosen = benchmark.PRESETS[preset]
     settings = replace(chosen.settings, at_rest=at_rest, time_reversal=time_reversal)
-    rows = benchmark.run(
-        methods=_listed(methods),
-        sizes=chosen.sizes if sizes is None else _whole_numbers(sizes),
-        seeds=seeds,
-        preset=replace(chosen, settings=settings),
-        folder=out or Path("nbody-quick" if preset == "quick" else "benchmarks/results/nbody"),
-        jobs=jobs,
-        console=Console(quiet=as_json),
-    )
+    folder = out or Path("nbody-quick" if preset == "quick" else "benchmarks/results/nbody")
+    with locked_folder(folder):
+        rows = benchmark.run(
+            methods=_listed(methods),
+            sizes=chosen.sizes if sizes is None else _whole_numbers(sizes),
+            seeds=seeds,
+            preset=replace(chosen, settings=settings),
+            folder=folder,
+            jobs=jobs,
+            console=Console(quiet=as_json),
+        )
     print_json(rows, as_json)
 
 
@@ -127,7 +130,8 @@ def nbody_trials(
     """
     from pmlip_bench.nbody.trials import tune
 
-    tune(_listed(methods), out, jobs=jobs, console=Console())
+    with locked_folder(out):
+        tune(_listed(methods), out, jobs=jobs, console=Console())
 
 
 @bench.command(cls=BenchCommand)
@@ -142,7 +146,8 @@ def nbody_ablation(
     """
     from pmlip_bench.nbody.trials import ablate
 
-    ablate(out, seeds=seeds, jobs=jobs, console=Console())
+    with locked_folder(out):
+        ablate(out, seeds=seeds, jobs=jobs, console=Console())
 
 
 @bench.command(cls=BenchCommand)
@@ -207,29 +212,30 @@ def silica(
     if test is not None and (data == SHIPPED or test_data):
         reason = f"--test-data {test_data} is the test set" if test_data else f"{data} includes a test set"
         raise ValueError(f"--test {test} cannot be used here, because {reason}; omit --test")
-    rows = run(
-        SilicaSettings(
-            backbone=backbone,
-            data=data,
-            test_data=test_data,
-            unseen=tuple(unseen or ()),
-            weights=str(weights) if weights else None,
-            trust=trust,
-            energy_key=energy_key,
-            forces_key=forces_key,
-            stress_key=stress_key,
-            test=SilicaSettings.test if test is None else test,
-            test_samples=samples,
-            config=FinetuneConfig(steps=steps, batch=batch, chunk=chunk, tangent=False),
-        ),
-        names=_listed(methods),
-        sizes=_whole_numbers(sizes),
-        seeds=seeds,
-        folder=out,
-        jobs=jobs,
-        console=Console(quiet=as_json),
-        device=chosen_device(device),
-    )
+    with locked_folder(out):
+        rows = run(
+            SilicaSettings(
+                backbone=backbone,
+                data=data,
+                test_data=test_data,
+                unseen=tuple(unseen or ()),
+                weights=str(weights) if weights else None,
+                trust=trust,
+                energy_key=energy_key,
+                forces_key=forces_key,
+                stress_key=stress_key,
+                test=SilicaSettings.test if test is None else test,
+                test_samples=samples,
+                config=FinetuneConfig(steps=steps, batch=batch, chunk=chunk, tangent=False),
+            ),
+            names=_listed(methods),
+            sizes=_whole_numbers(sizes),
+            seeds=seeds,
+            folder=out,
+            jobs=jobs,
+            console=Console(quiet=as_json),
+            device=chosen_device(device),
+        )
     print_json(rows, as_json)
 
 
@@ -248,15 +254,16 @@ def silica_trials(
     from pmlip_bench.silica.data import TUNING, SilicaSettings
     from pmlip_bench.silica.variants import BEFORE, trials
 
-    run(
-        SilicaSettings(backbone="chgnet", data=TUNING, config=BEFORE),
-        names=trials(_listed(methods)),
-        sizes=[48],
-        seeds=seeds,
-        folder=out,
-        jobs=jobs,
-        console=Console(),
-    )
+    with locked_folder(out):
+        run(
+            SilicaSettings(backbone="chgnet", data=TUNING, config=BEFORE),
+            names=trials(_listed(methods)),
+            sizes=[48],
+            seeds=seeds,
+            folder=out,
+            jobs=jobs,
+            console=Console(),
+        )
 
 
 @bench.command(cls=BenchCommand)
@@ -288,15 +295,16 @@ def ethanol(
     from pmlip_bench.ethanol.cells import run
     from pmlip_bench.ethanol.data import EthanolSettings
 
-    rows = run(
-        EthanolSettings(data=str(data), test_samples=samples, config=FinetuneConfig(steps=steps, batch=batch)),
-        names=_listed(methods),
-        seeds=seeds,
-        folder=out,
-        jobs=jobs,
-        console=Console(quiet=as_json),
-        device=chosen_device(device),
-    )
+    with locked_folder(out):
+        rows = run(
+            EthanolSettings(data=str(data), test_samples=samples, config=FinetuneConfig(steps=steps, batch=batch)),
+            names=_listed(methods),
+            seeds=seeds,
+            folder=out,
+            jobs=jobs,
+            console=Console(quiet=as_json),
+            device=chosen_device(device),
+        )
     print_json(rows, as_json)
 
 
@@ -322,7 +330,8 @@ def symmetry(
     """
     from pmlip_bench.symmetry import run
 
-    run(backbone, model=model, weights=weights, trust=trust, out=out, console=Console())
+    with locked_folder(out):
+        run(backbone, model=model, weights=weights, trust=trust, out=out, console=Console())
 
 
 @bench.command(cls=BenchCommand)
@@ -346,7 +355,8 @@ def speed(
     """
     from pmlip_bench.speed import run
 
-    run(only, out, Console(), backbone=backbone, weights=weights, trust=trust)
+    with locked_folder(out) if out else contextlib.nullcontext():
+        run(only, out, Console(), backbone=backbone, weights=weights, trust=trust)
 
 
 def _listed(text: str) -> list[str]:

@@ -6,6 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from pmlip.cli import app
+from pmlip.errors import OutputInUseError
+from pmlip.locks import locked_folder
 
 
 def invoke(*arguments):
@@ -53,3 +55,15 @@ def test_bad_sizes_are_refused():
     result = invoke("silica", "--methods", "p", "--sizes", "0")
     assert result.exit_code == 2
     assert "sizes are whole numbers of at least 1, separated by commas, got '0'" in result.stderr
+
+
+def test_a_benchmark_holds_its_folder_while_it_runs(monkeypatch, tmp_path):
+    def run(only, out, console, **_):
+        with pytest.raises(OutputInUseError), locked_folder(out):
+            pass
+        raise ValueError("it was held")
+
+    monkeypatch.setattr("pmlip_bench.speed.run", run)
+    result = invoke("speed", "--out", str(tmp_path / "out"))
+    assert result.stderr == "error: it was held\n"
+    assert not (tmp_path / "out").exists()  # nothing was written to it

@@ -56,6 +56,20 @@ def test_labels_survive_the_file(tmp_path, suffix):
     assert "3 structures of 2 atoms (Na, Cl); labels: energy ('energy', 3 of 3)" in str(found)
 
 
+@pytest.mark.parametrize("suffix", ["extxyz", "db", "traj"])
+@pytest.mark.parametrize("name", ["data@300K", "data@0"])
+def test_an_at_sign_belongs_to_the_name(tmp_path, suffix, name):
+    """ASE would read the text after it as an index."""
+    original, path = structures(), tmp_path / f"{name}.{suffix}"
+    if suffix == "db":
+        with ase.db.connect(path) as database:
+            for atoms in original:
+                database.write(atoms)
+    else:
+        write(path, original)
+    assert read_structures(path)[1].structures == 3
+
+
 def test_labels_beside_the_results_in_a_database(tmp_path):
     original = structures(2)
     with ase.db.connect(tmp_path / "data.db") as database:

@@ -17,6 +17,7 @@ from ase.build import bulk
 import pmlip
 from molecules import CONFIG, assert_same, model, molecules, state
 from pmlip import losses, methods
+from pmlip.errors import OutputInUseError
 from pmlip.methods.base import Initialisation
 from pmlip.noise.draws import SEED_OF_FIT
 from pmlip.noise.injection import noisy_layers
@@ -319,6 +320,24 @@ DISTRIBUTED = """
         trained.save(sys.argv[1])
     processes.stop()
 """
+
+
+def test_only_one_run_writes_a_state(tmp_path):
+    def interrupt(step, steps, latest):
+        with pytest.raises(OutputInUseError, match=r"last.pt is being written by process \d+ on "):
+            finetune(model(), molecules(), config=CONFIG, folder=tmp_path / "run")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        finetune(model(), molecules(), config=CONFIG, folder=tmp_path / "run", progress=interrupt)
+    assert {file.name for file in (tmp_path / "run").iterdir()} == {"last.pt", "log.jsonl"}
+
+
+def test_a_run_that_cannot_start_leaves_no_folder(tmp_path):
+    plain = methods.make("deterministic", tiny_backbone())
+    with pytest.raises(ValueError, match="nothing to train: the backbone is frozen"):
+        finetune(plain, molecules(4), config=replace(CONFIG, freeze_backbone=True), folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_two_processes_give_what_one_gives(tmp_path):

@@ -1,5 +1,7 @@
 """Checks of the input that several commands make before they start."""
 
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,16 +22,40 @@ def chosen_device(given: str | None) -> str:
     return given
 
 
-def check_folder(path: Path) -> None:
-    """Raise an error now, before a long run, if the folder of a file to be written does not exist."""
-    if not path.resolve().parent.is_dir():
+def check_output(path: Path, *, inputs: Iterable[Path | None] = ()) -> None:
+    """Raise an error now, before a long run, if a file cannot be written, or would replace an input or a model."""
+    if not path.absolute().parent.is_dir():
         raise FileNotFoundError(f"cannot write {path.name}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise ValueError(f"cannot write {path}: it is a folder; give the name of a file")
+    refuse_inputs(path, inputs)
+    if path.exists() and _is_archive(path):
+        raise ValueError(f"cannot write {path}: it is a model file or another archive; give another name")
+    try:
+        with tempfile.TemporaryFile(dir=path.absolute().parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}; give a file that can be written") from error
+
+
+def refuse_inputs(path: Path, inputs: Iterable[Path | None]) -> None:
+    """Raise ValueError if a file that is to be written is an input, also under another name."""
+    for file in inputs:
+        if file is not None and file.exists() and path.exists() and path.samefile(file):
+            raise ValueError(f"cannot write {path}: it is an input of this command; give another name")
+
+
+def _is_archive(path: Path) -> bool:
+    """Whether a file is a zip archive, as torch writes them; scores and reports never are."""
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
 
 
 def check_new_file(path: Path) -> None:
-    check_folder(path)
+    """Raise an error now, before a long run, if a file exists already or cannot be written."""
     if path.exists():
         raise ValueError(f"{path} exists already; remove it, or give another name")
+    check_output(path)
 
 
 def name_of_structure(atoms: "Atoms") -> str:

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from pmlip.cli.options import AsJson, print_json
 from pmlip.cli.progress import resumable
+from pmlip.locks import locked_folder
 
 if TYPE_CHECKING:
     from pmlip.evaluation import Evaluation
@@ -78,7 +79,7 @@ def demo(
     fitting = STEP_COST * passes_of_fit(len(train))
     calibrating = 4 * PREDICTION_PASSES * len(valid)
     work = [passes + fitting + calibrating, *(PREDICTION_PASSES * len(structures) for structures in tests.values())]
-    with _bar(console) as bar:
+    with locked_folder(out), _bar(console) as bar:
         task = bar.add_task("fine-tuning", total=sum(work))
 
         def trained(step: int, steps: int, latest: Mapping[str, float]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from pmlip.cli.checks import check_folder, chosen, chosen_device, name_of_structure
+from pmlip.cli.checks import check_output, chosen, chosen_device, name_of_structure
 from pmlip.cli.options import (
     AsJson,
     Device,
@@ -24,6 +24,7 @@ from pmlip.cli.options import (
 from pmlip.cli.progress import counter, progress_bar
 from pmlip.run_folder import model_file
 
+SUMMARY = "summary.json"  # in the folder of a finished run
 COLOURS = {"good": "green", "fair": "yellow", "bad": "red"}
 
 if TYPE_CHECKING:
@@ -106,9 +107,12 @@ def evaluate(
     models, files = [model, *compare], [data, *(unseen or [])]
     if report is not None:
         check_installed()
+    inputs = [*models, *files, weights, settings_file, exclude / SUMMARY if exclude else None]
     for file in (out, report):
         if file is not None:
-            check_folder(file)
+            check_output(file, inputs=inputs)
+    if out is not None and report is not None and out.resolve() == report.resolve():
+        raise ValueError(f"--out and --report are both {out}; give them different names")
     names = _names(models, [path.resolve().parent.name if path.stem == "model" else path.stem for path in models])
     called = _names(files, [file.name for file in files])
     left_out = _excluded(exclude)
@@ -221,9 +225,9 @@ def _excluded(folder: Path | None) -> set[str]:
     """Fingerprints of the structures that a run used."""
     if folder is None:
         return set()
-    file = folder / "summary.json"
+    file = folder / SUMMARY
     if not file.is_file():
-        raise FileNotFoundError(f"{folder} is not the folder of a finished run: it has no summary.json")
+        raise FileNotFoundError(f"{folder} is not the folder of a finished run: it has no {SUMMARY}")
     summary = json.loads(file.read_text())
     if "seen" not in summary:
         raise ValueError(f"{file} was written by an older pmlip and does not list the structures that the run used")

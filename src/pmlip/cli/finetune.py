@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from pmlip.cli.calibrate import calibrate_and_print
-from pmlip.cli.checks import chosen, chosen_device, name_of_structure
+from pmlip.cli.checks import chosen, chosen_device, name_of_structure, refuse_inputs
 from pmlip.cli.novelty import fit_and_print
 from pmlip.cli.options import (
     AsJson,
@@ -27,6 +27,7 @@ from pmlip.cli.options import (
     print_json,
 )
 from pmlip.cli.progress import counter, printed_warnings, progress_bar, resumable
+from pmlip.locks import locked_folder
 from pmlip.training.config import FinetuneConfig
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from pmlip.methods.base import Method
 
+FILES = ("model.pt", "last.pt", "log.jsonl", "summary.json")  # that a run writes
 FEWEST_FOR_CALIBRATION, MOST_FOR_CALIBRATION = 4, 64  # structures: fewer are unreliable, more take long
 
 
@@ -134,99 +136,107 @@ def finetune(
     config, options = FinetuneConfig(**settings), _options(option or [])
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; give a folder")
+    for name in FILES:
+        refuse_inputs(out / name, [train, valid, weights, settings_file])
     processes = Processes.start(chosen_device(device))
     # a dry run prints a settings file to stdout, so all else goes to stderr
     console = Console(quiet=as_json or processes.rank > 0, stderr=dry_run)
     if tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ImportError("--tensorboard needs: pip install tensorboard")
-    torch.manual_seed(config.seed)  # the parameters that a method adds start equal in all processes
-    trained = methods.make(method, load_backbone(backbone, weights=weights, trust=trust), **options)
-    keys = {"energy_key": energy_key, "forces_key": forces_key, "stress_key": stress_key}
-    files = {file: _read(file, keys, config, console) for file in ([train] if valid is None else [train, valid])}
-    learnable = {file: without_isolated(read) for file, read in files.items()}
-    isolated = learnable[train][1] | (_read_references(references, energy_key) if references else {})
-    if isolated:
-        console.print(f"energies of isolated atoms: {', '.join(chemical_symbols[number] for number in isolated)}")
-    usable = {file: rest for file, (rest, _) in learnable.items()}
-    structures, held_out = _choose(usable, train, valid, count=count, seed=config.seed, console=console)
-    if dry_run:
-        given: dict[str, Any] = {
-            "train": train,
-            "valid": valid,
-            "references": references,
-            **keys,
-            "count": count,
-            "calibrate": calibrate,
-            "backbone": backbone,
-            "weights": weights,
-        }
-        given |= {"trust": trust, "method": method, "option": [f"{name}={value}" for name, value in options.items()]}
-        given |= {"out": out, "device": device, "tensorboard": tensorboard, **dataclasses.asdict(config)}
+    # process 0 writes for all; a dry run writes nothing
+    with contextlib.nullcontext() if dry_run or processes.rank else locked_folder(out):
+        torch.manual_seed(config.seed)  # the parameters that a method adds start equal in all processes
+        trained = methods.make(method, load_backbone(backbone, weights=weights, trust=trust), **options)
+        keys = {"energy_key": energy_key, "forces_key": forces_key, "stress_key": stress_key}
+        files = {file: _read(file, keys, config, console) for file in ([train] if valid is None else [train, valid])}
+        learnable = {file: without_isolated(read) for file, read in files.items()}
+        isolated = learnable[train][1] | (_read_references(references, energy_key) if references else {})
+        if isolated:
+            console.print(f"energies of isolated atoms: {', '.join(chemical_symbols[number] for number in isolated)}")
+        usable = {file: rest for file, (rest, _) in learnable.items()}
+        structures, held_out = _choose(usable, train, valid, count=count, seed=config.seed, console=console)
+        if dry_run:
+            given: dict[str, Any] = {
+                "train": train,
+                "valid": valid,
+                "references": references,
+                **keys,
+                "count": count,
+                "calibrate": calibrate,
+                "backbone": backbone,
+                "weights": weights,
+            }
+            given |= {
+                "trust": trust,
+                "method": method,
+                "option": [f"{name}={value}" for name, value in options.items()],
+            }
+            given |= {"out": out, "device": device, "tensorboard": tensorboard, **dataclasses.asdict(config)}
+            with _in_files(files):
+                seconds = finetuning.seconds_per_step(trained, structures, config, processes)
+            steps = config.steps_for(len(structures)) * len(trained.learner().parts())
+            if not console.quiet:
+                print(as_toml(given))
+                minutes = f"{steps} steps of {seconds:.2f} s: about {steps * seconds / 60:.0f} minutes"
+                print(f"# {minutes}; validation and the fits after training take about a quarter more")
+            shown = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+            print_json({"settings": shown, "steps": steps, "seconds_per_step": seconds}, as_json and not processes.rank)
+            return
+        curves = out / "tensorboard" if tensorboard and processes.rank == 0 else None
+        with progress_bar(console) as bar, _tensorboard(curves) as write_curves:
+            task = bar.add_task("fine-tuning", total=None)
+            best = float("inf")
+
+            def show(step: int, steps: int, latest: Mapping[str, float]) -> None:
+                nonlocal best
+                best = min(best, latest.get("valid", best))
+                scored = f", validation {best:.3f}" if best < float("inf") else ""
+                loss = f" loss {latest['loss']:.3f}" if "loss" in latest else ""
+                what = f"fine-tuning{loss}{scored}"
+                if step == steps:  # this takes as long as some hundred predictions
+                    what = "aligning the energies of the samples"
+                bar.update(task, completed=step, total=steps, description=what)
+                write_curves(step, latest)
+
+            with resumable(console), printed_warnings(console, train), _in_files(files):
+                result = finetuning.finetune(
+                    trained,
+                    structures,
+                    valid=held_out,
+                    config=config,
+                    folder=out,
+                    references=isolated,
+                    processes=processes,
+                    progress=show,
+                    fitting=counter(bar, "tangent samples"),
+                )
+        processes.stop()
+        if processes.rank:
+            return
+        assert trained.history is not None
+        trained.history = dataclasses.replace(
+            trained.history,
+            train=DataSource(train.name, len(structures)),
+            valid=DataSource(valid.name if valid else train.name, len(held_out)),
+        )
+        if calibrate and trained.learner().calibrated_after:
+            data = valid.name if valid else f"structures held out from {train.name}"
+            trained.save(out / "model.pt")  # so that an error in the calibration does not lose the run
+            _calibrate(trained, held_out, data, energies="energy" in config.learned, console=console)
+        trained.save(out / "model.pt")
+        lacking = [kind for kind in KINDS if kind not in trained.training_features]
         with _in_files(files):
-            seconds = finetuning.seconds_per_step(trained, structures, config, processes)
-        steps = config.steps_for(len(structures)) * len(trained.learner().parts())
-        if not console.quiet:
-            print(as_toml(given))
-            minutes = f"{steps} steps of {seconds:.2f} s: about {steps * seconds / 60:.0f} minutes"
-            print(f"# {minutes}; validation and the fits after training take about a quarter more")
-        shown = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
-        print_json({"settings": shown, "steps": steps, "seconds_per_step": seconds}, as_json and not processes.rank)
-        return
-    curves = out / "tensorboard" if tensorboard and processes.rank == 0 else None
-    with progress_bar(console) as bar, _tensorboard(curves) as write_curves:
-        task = bar.add_task("fine-tuning", total=None)
-        best = float("inf")
-
-        def show(step: int, steps: int, latest: Mapping[str, float]) -> None:
-            nonlocal best
-            best = min(best, latest.get("valid", best))
-            scored = f", validation {best:.3f}" if best < float("inf") else ""
-            loss = f" loss {latest['loss']:.3f}" if "loss" in latest else ""
-            what = f"fine-tuning{loss}{scored}"
-            if step == steps:  # this takes as long as some hundred predictions
-                what = "aligning the energies of the samples"
-            bar.update(task, completed=step, total=steps, description=what)
-            write_curves(step, latest)
-
-        with resumable(console), printed_warnings(console, train), _in_files(files):
-            result = finetuning.finetune(
-                trained,
-                structures,
-                valid=held_out,
-                config=config,
-                folder=out,
-                references=isolated,
-                processes=processes,
-                progress=show,
-                fitting=counter(bar, "tangent samples"),
-            )
-    processes.stop()
-    if processes.rank:
-        return
-    assert trained.history is not None
-    trained.history = dataclasses.replace(
-        trained.history,
-        train=DataSource(train.name, len(structures)),
-        valid=DataSource(valid.name if valid else train.name, len(held_out)),
-    )
-    if calibrate and trained.learner().calibrated_after:
-        data = valid.name if valid else f"structures held out from {train.name}"
-        trained.save(out / "model.pt")  # so that an error in the calibration does not lose the run
-        _calibrate(trained, held_out, data, energies="energy" in config.learned, console=console)
-    trained.save(out / "model.pt")
-    lacking = [kind for kind in KINDS if kind not in trained.training_features]
-    with _in_files(files):
-        fit_and_print(trained, structures, held_out, kinds=lacking, console=console)
-    trained.save(out / "model.pt")
-    if note := guessed_offsets(result.offsets, trained.history.compositions, isolated):
-        console.print(f"note: {note}", markup=False)
-    summary = {"backbone": backbone, "method": method, "options": dict(options)}
-    summary |= as_record(trained.history, trained.calibration)
-    summary["seen"] = [name_of_structure(atoms) for atoms in (*structures, *held_out)]
-    write_json(out / "summary.json", summary)
-    console.print(f"{result.steps} steps in {result.seconds:.0f} s; the model was written to {out / 'model.pt'}")
-    console.print(f"next: pmlip evaluate {out / 'model.pt'} TEST.extxyz --report report.html")
-    print_json(summary, as_json)
+            fit_and_print(trained, structures, held_out, kinds=lacking, console=console)
+        trained.save(out / "model.pt")
+        if note := guessed_offsets(result.offsets, trained.history.compositions, isolated):
+            console.print(f"note: {note}", markup=False)
+        summary = {"backbone": backbone, "method": method, "options": dict(options)}
+        summary |= as_record(trained.history, trained.calibration)
+        summary["seen"] = [name_of_structure(atoms) for atoms in (*structures, *held_out)]
+        write_json(out / "summary.json", summary)
+        console.print(f"{result.steps} steps in {result.seconds:.0f} s; the model was written to {out / 'model.pt'}")
+        console.print(f"next: pmlip evaluate {out / 'model.pt'} TEST.extxyz --report report.html")
+        print_json(summary, as_json)
 
 
 def _options(pairs: Sequence[str]) -> dict[str, float | int]:

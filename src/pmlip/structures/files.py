@@ -133,7 +133,8 @@ def iterate(path: str | Path) -> Iterator[Atoms]:
                 for row in database.select():
                     yield row.toatoms(add_additional_information=True)
         else:
-            yield from iread(path, index=":")
+            # by default, ASE reads the part of a name after "@" as an index
+            yield from iread(path, index=":", do_not_split_by_at_sign=True)
     except (UnknownFileTypeError, StopIteration) as error:
         allowed = "allowed: extxyz, ase.db, npz and the other formats that ASE reads"
         raise ValueError(f"{path}: ASE does not recognise its format; {allowed}") from error

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pmlip import losses
 from pmlip.backbones.base import weights_hash
+from pmlip.locks import locked_file
 from pmlip.memory import is_out_of_memory
 from pmlip.methods._tangents import add_tangents
 from pmlip.methods.base import FIXED_ATOMS, Initialisation, Method
@@ -95,15 +96,17 @@ def finetune(
     parts = learner.parts()
     if folder:
         refuse_state_of_another_kind(Path(folder), parts=len(parts))
-    for number, part in enumerate(parts):
+    # process 0 writes the state for all; the folder itself may be locked for more than the training
+    with locked_file(Path(folder) / STATE_FILE) if folder and not processes.rank else contextlib.nullcontext():
+        for number, part in enumerate(parts):
 
-        def show(step: int, steps: int, latest: Mapping[str, float], before: int = number) -> None:
-            if progress:
-                progress(before * steps + step, len(parts) * steps, latest)
+            def show(step: int, steps: int, latest: Mapping[str, float], before: int = number) -> None:
+                if progress:
+                    progress(before * steps + step, len(parts) * steps, latest)
 
-        part_folder = folder_of_part(Path(folder), number, parts=len(parts)) if folder else None
-        own = replace(config, seed=config.seed * len(parts) + number)  # unique for each pair of seed and part
-        runs.append(_Run(part, data, held_out, own, part_folder, processes, references).to_the_end(show))
+            part_folder = folder_of_part(Path(folder), number, parts=len(parts)) if folder else None
+            own = replace(config, seed=config.seed * len(parts) + number)  # unique for each pair of seed and part
+            runs.append(_Run(part, data, held_out, own, part_folder, processes, references).to_the_end(show))
     done = replace(runs[0], **{name: sum(getattr(run, name) for run in runs) for name in ("seconds", "passes")})
     labelled = [structures[i] for i in data.labels.energy.isfinite().nonzero().flatten().tolist()]
     model.history = replace(done.history(config), compositions=compositions(labelled))
