@@ -229,7 +229,7 @@ def finetune(
             fit_and_print(trained, structures, held_out, kinds=lacking, console=console)
         trained.save(out / "model.pt")
         if note := guessed_offsets(result.offsets, trained.history.compositions, isolated):
-            console.print(f"note: {note}", markup=False)
+            console.print(f"note: {note} with --references", markup=False)
         summary = {"backbone": backbone, "method": method, "options": dict(options)}
         summary |= as_record(trained.history, trained.calibration)
         summary["seen"] = [name_of_structure(atoms) for atoms in (*structures, *held_out)]

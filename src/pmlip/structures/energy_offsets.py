@@ -73,8 +73,8 @@ def guessed_offsets(offsets: Mapping[int, float], formulas: Sequence[str], known
     return (
         f"energies are comparable only between structures whose elements have the same ratios as in the training set "
         f"({', '.join(formulas)}): these ratios do not determine the energy of each element, and the labels are up to "
-        f"{max(guessed):.0f} eV per atom away from the potential. If you compare other compositions, give the energies "
-        "of isolated atoms with --references"
+        f"{max(guessed):.0f} eV per atom away from the potential. To compare other compositions, give the energies of "
+        "isolated atoms"
     )
 
 
