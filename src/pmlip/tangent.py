@@ -1,7 +1,8 @@
 """Tangent samples: linear changes of a potential along the directions that the training forces leave open.
 
-The weights w of the potential become w + S x, where the sketch S adds each entry of x to many weights. With J the
-derivative of an output with respect to x at x = 0, and H the sum of J^T J over the training labels, sample k gains
+The weights w of the potential become w + S x, where the sketch S adds each entry of x to many weights. Instead of
+weights, x can change the outputs of the sites, by shifts. With J the derivative of an output with respect to x at
+x = 0, and H the sum of J^T J over the training labels, sample k gains
 
     width J u_k,    u_k ~ N(0, (H + floor I)^-1)
 
@@ -25,12 +26,12 @@ from torch import Tensor, nn
 from pmlip.backbones.base import Backbone, Graph, evaluating, stress_of, watch_energies
 from pmlip.curvature import Curvature, CurvatureSum
 from pmlip.errors import did_you_mean
-from pmlip.noise.site_gradients import sites_of
+from pmlip.noise.site_gradients import shifted, sites_of
 from pmlip.structures.atoms import Progress, StructureError, as_structures, subsample
 from pmlip.structures.labels import labels
 
 DIMENSIONS = 2048  # of x
-COVERS = ("all", "sites", "readout", "sites+readout")  # the weights that x changes
+COVERS = ("all", "sites", "readout", "sites+readout", "shifts")  # the weights that x changes, or shifts at the sites
 REGULARISATION = 1e-3  # floor, as a multiple of the mean eigenvalue of H; 1e-2 to 1e-6 give nearly the same samples
 # Random combinations of the forces of a structure whose derivatives are summed: 16 are enough for a hundred
 # structures. Larger training sets need fewer for each, because all of them add up.
@@ -46,7 +47,7 @@ class Tangent(nn.Module):
     values: Tensor  # (rank,) eigenvalues of H + floor I; all other directions have the eigenvalue `floor`
     floor: Tensor
     energy_slope: Tensor  # (dim,) eV per atom: derivative of the mean energy per atom of the training structures
-    covered: Tensor  # (parameter,) whether the sketch changes this parameter of the backbone
+    covered: Tensor  # (parameter,) whether the sketch changes this parameter; none: it changes shifts at the sites
     width: Tensor  # of the samples; 0: no tangent part
 
     def __init__(self, rank: int, covered: int, *, dim: int = DIMENSIONS) -> None:
@@ -79,13 +80,11 @@ class Tangent(nn.Module):
         Energies change by nothing that all training structures have in common, because no force depends on it. One pass
         is shared by all samples; each sample then takes one more backward pass.
         """
-        pairs = zip(weights_of(backbone), self.covered.tolist(), strict=True)
-        weights = [weight for (_, weight), use in pairs if use]
-        if self._sketch is None or self._sketch.device != weights[0].device:
-            self._sketch = Sketch(weights, self.dim)
         atoms = torch.bincount(graph.rows["node"], minlength=graph.systems)
         samples = []
-        with _requiring_gradients(weights), torch.enable_grad():
+        with _changed(backbone, self.covered.tolist()) as weights, torch.enable_grad():
+            if self._sketch is None or self._sketch.device != weights[0].device:
+                self._sketch = Sketch(weights, self.dim)
             linear = _Linearised(backbone, graph, weights)
             for draw in draws:
                 x = self.width.double() * self.direction(draw)
@@ -191,12 +190,8 @@ def fit(
         raise ValueError("tangent samples need training structures, got none")
     train = as_structures(train)
     used = subsample(range(len(train)), MOST_STRUCTURES)
-    weights = weights_of(backbone)
-    with evaluating(backbone), _requiring_gradients([weight for _, weight in weights]):
-        covered = _covered(backbone, weights, train, cover)
-        if not any(covered):
-            raise ValueError(f"no weight changes the forces (cover={cover!r}), so there are no tangent samples")
-        chosen = [weight for (_, weight), use in zip(weights, covered, strict=True) if use]
+    covered = _covered(backbone, train, cover)
+    with evaluating(backbone), _changed(backbone, covered) as chosen:
         sketch = Sketch(chosen, DIMENSIONS)
         total = CurvatureSum(DIMENSIONS, centred=False, regularisation=REGULARISATION)
         slopes, missed, square, count = [], [], 0.0, 0
@@ -296,28 +291,45 @@ def _energy_rows(slopes: Tensor, errors: Tensor, width: float) -> Tensor:
     return (slopes[known] - slopes[known].mean(0)) * (width / spread)
 
 
-def _covered(
-    backbone: Backbone, weights: Sequence[tuple[str, nn.Parameter]], train: Sequence[Atoms], cover: str
-) -> list[bool]:
+def _covered(backbone: Backbone, train: Sequence[Atoms], cover: str) -> list[bool]:
     """Whether the sketch changes each weight: only weights that change forces, in the layers that `cover` names.
 
     The others set reference energies or other outputs, or are not used.
     """
+    weights = weights_of(backbone)
+    if cover == "shifts":
+        return [False] * len(weights)
     moved = max(train, key=len).copy()
     moved.rattle(0.05, seed=0)  # forces that are zero by symmetry respond to nothing
-    forces = _outputs(backbone, backbone.graph([moved]))["forces"]
-    probe = torch.randn(forces.shape, generator=torch.Generator().manual_seed(0)).to(forces)
     values = [weight for _, weight in weights]
-    found = torch.autograd.grad(forces, values, probe, materialize_grads=True, allow_unused=True)
+    with evaluating(backbone), _requiring_gradients(values):
+        forces = _outputs(backbone, backbone.graph([moved]))["forces"]
+        probe = torch.randn(forces.shape, generator=torch.Generator().manual_seed(0)).to(forces)
+        found = torch.autograd.grad(forces, values, probe, materialize_grads=True, allow_unused=True)
     layers = {
         "sites": [site.name for site in sites_of(backbone.module, backbone.sites())],
         "readout": backbone.heads(),
     }
     inside = tuple(f"module.{name}." for part in cover.split("+") for name in layers.get(part, []))
-    return [
+    covered = [
         bool(gradient.any()) and (cover == "all" or name.startswith(inside))
         for (name, _), gradient in zip(weights, found, strict=True)
     ]
+    if not any(covered):
+        raise ValueError(f"no weight changes the forces (cover={cover!r}), so there are no tangent samples")
+    return covered
+
+
+@contextlib.contextmanager
+def _changed(backbone: Backbone, covered: Sequence[bool]) -> Iterator[list[Tensor]]:
+    """The tensors that the sketch changes: the covered weights, or zeros added at the sites if no weight is covered."""
+    if any(covered):
+        weights = [weight for (_, weight), use in zip(weights_of(backbone), covered, strict=True) if use]
+        with _requiring_gradients(weights):
+            yield list(weights)
+        return
+    with shifted(backbone.module, sites_of(backbone.module, backbone.sites())) as shifts:
+        yield shifts
 
 
 @contextlib.contextmanager
