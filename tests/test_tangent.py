@@ -48,23 +48,22 @@ def test_directions_have_the_inverse_curvature_as_covariance(model):
     torch.testing.assert_close(root @ h @ root.T, identity[:50, :50], rtol=1e-4, atol=1e-5)
 
 
-def test_the_tangent_part_is_the_derivative_along_the_direction(model):
+@pytest.mark.parametrize("cover", ["all", "shifts", "shifts+all"])
+def test_the_tangent_part_is_the_derivative_along_the_direction(cover):
     """And not a finite change: central differences of the weights, of small steps in double precision."""
-    draw = model.draw(1)[0, model.noise.dim :]
-    weights = [weight for _, weight in tangent.weights_of(model.backbone)]
-    covered = [weight for weight, use in zip(weights, model.tangent.covered.tolist(), strict=True) if use]
-    before = [weight.detach().clone() for weight in covered]
-    step = 1e-5
-    change = tangent.Sketch(covered, model.tangent.dim).spread(step * WIDTH * model.tangent.direction(draw))
+    model = with_tangent(cover=cover)
+    draw, step = model.draw(1)[0, model.noise.dim :], 1e-5
     sides = []
     for sign in (1, -1):
-        with torch.no_grad():
-            for weight, value, part in zip(covered, before, change, strict=True):
-                weight.copy_(value + sign * part)
-        sides.append(model.predict(STRANGE))
-    with torch.no_grad():
-        for weight, value in zip(covered, before, strict=True):
-            weight.copy_(value)
+        with model.tangent.changed(model.backbone) as groups, torch.no_grad():
+            weights = [weight for group in groups for weight in group]
+            before = [weight.clone() for weight in weights]
+            change = model.tangent.sketch(groups).spread(sign * step * WIDTH * model.tangent.direction(draw))
+            for weight, part in zip(weights, change, strict=True):
+                weight.add_(part)
+            sides.append(model.predict(STRANGE))
+            for weight, value in zip(weights, before, strict=True):
+                weight.copy_(value)
     found = tangent_part(model, STRANGE, samples=1)
     expected = (sides[0].forces - sides[1].forces) / (2 * step)
     torch.testing.assert_close(found["forces"][0], expected, rtol=1e-3, atol=1e-5)
@@ -212,6 +211,22 @@ def test_only_the_covered_weights_change(cover):
     wanted = {"sites+readout": inside["sites"]}.get(cover, inside.get(cover))
     assert all(any(f".{part}." in name for name in chosen) for part in wanted)
     assert not any("reference" in name for name in chosen)
+
+
+def test_two_groups_of_weights_change_the_training_forces_equally():
+    backbone = tiny_backbone()
+    train = molecules(4)
+    tangents = tangent.fit(backbone, train, cover="shifts+all")
+    squares = torch.zeros(2, dtype=torch.float64)
+    with tangents.changed(backbone) as groups:
+        for atoms in train:
+            forces = backbone(backbone.graph([atoms]))["forces"]
+            for component in forces.flatten():
+                for number, group in enumerate(groups):
+                    found = torch.autograd.grad(component, group, retain_graph=True, materialize_grads=True)
+                    squares[number] += sum(float(gradient.double().square().sum()) for gradient in found)
+    balanced = squares * tangents.scales.square()
+    assert float(balanced[0] / balanced[1]) == pytest.approx(1, rel=0.5)  # the fit uses random combinations of forces
 
 
 def test_bad_input_is_refused():

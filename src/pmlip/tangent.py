@@ -1,8 +1,8 @@
 """Tangent samples: linear changes of a potential along the directions that the training forces leave open.
 
-The weights w of the potential become w + S x, where the sketch S adds each entry of x to many weights. Instead of
-weights, x can change the outputs of the sites, by shifts. With J the derivative of an output with respect to x at
-x = 0, and H the sum of J^T J over the training labels, sample k gains
+The weights w of the potential become w + S x, where the sketch S adds each entry of x to many weights. Shifts of the
+outputs of the sites, where the noise enters, count as weights too. With J the derivative of an output with respect to
+x at x = 0, and H the sum of J^T J over the training labels, sample k gains
 
     width J u_k,    u_k ~ N(0, (H + floor I)^-1)
 
@@ -24,19 +24,21 @@ from ase import Atoms
 from torch import Tensor, nn
 
 from pmlip.backbones.base import Backbone, Graph, evaluating, stress_of, watch_energies
-from pmlip.curvature import Curvature, CurvatureSum
+from pmlip.curvature import CurvatureSum
 from pmlip.errors import did_you_mean
 from pmlip.noise.site_gradients import shifted, sites_of
 from pmlip.structures.atoms import Progress, StructureError, as_structures, subsample
 from pmlip.structures.labels import labels
 
 DIMENSIONS = 2048  # of x
-COVERS = ("all", "sites", "readout", "sites+readout", "shifts")  # the weights that x changes, or shifts at the sites
+# The weights that x changes. "shifts" are shifts of the outputs of the sites; the others are parameters.
+COVERS = ("all", "sites", "readout", "shifts", "sites+readout", "shifts+readout", "shifts+all")
 REGULARISATION = 1e-3  # floor, as a multiple of the mean eigenvalue of H; 1e-2 to 1e-6 give nearly the same samples
 # Random combinations of the forces of a structure whose derivatives are summed: 16 are enough for a hundred
 # structures. Larger training sets need fewer for each, because all of them add up.
 MOST_PROBES, FEWEST_PROBES, PROBES_IN_ALL = 16, 4, 8192
 MOST_STRUCTURES = PROBES_IN_ALL // FEWEST_PROBES  # of a larger training set, as many are used
+STRUCTURES_TO_BALANCE = 16  # to scale two groups of weights
 ATOMS_IN_A_BACKWARD_PASS = 64  # atoms times probes; passes of small structures take several probes at once
 
 
@@ -47,7 +49,8 @@ class Tangent(nn.Module):
     values: Tensor  # (rank,) eigenvalues of H + floor I; all other directions have the eigenvalue `floor`
     floor: Tensor
     energy_slope: Tensor  # (dim,) eV per atom: derivative of the mean energy per atom of the training structures
-    covered: Tensor  # (parameter,) whether the sketch changes this parameter; none: it changes shifts at the sites
+    covered: Tensor  # (parameter,) whether the sketch changes this parameter of the backbone
+    scales: Tensor  # (2,) of the sketch, for shifts and for parameters; 0: it does not change them
     width: Tensor  # of the samples; 0: no tangent part
 
     def __init__(self, rank: int, covered: int, *, dim: int = DIMENSIONS) -> None:
@@ -57,6 +60,7 @@ class Tangent(nn.Module):
         for name in ("floor", "width"):
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
         self.register_buffer("covered", torch.zeros(covered, dtype=torch.bool))
+        self.register_buffer("scales", torch.zeros(2, dtype=torch.float64))
         self._sketch: Sketch | None = None
 
     @property
@@ -82,9 +86,10 @@ class Tangent(nn.Module):
         """
         atoms = torch.bincount(graph.rows["node"], minlength=graph.systems)
         samples = []
-        with _changed(backbone, self.covered.tolist()) as weights, torch.enable_grad():
+        with self.changed(backbone) as groups, torch.enable_grad():
+            weights = [weight for group in groups for weight in group]
             if self._sketch is None or self._sketch.device != weights[0].device:
-                self._sketch = Sketch(weights, self.dim)
+                self._sketch = self.sketch(groups)
             linear = _Linearised(backbone, graph, weights)
             for draw in draws:
                 x = self.width.double() * self.direction(draw)
@@ -92,6 +97,13 @@ class Tangent(nn.Module):
                 common = (self.energy_slope.double() @ x).to(change["energy"])
                 samples.append(change | {"energy": change["energy"] - atoms * common})
         return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+    def changed(self, backbone: Backbone) -> contextlib.AbstractContextManager[list[list[Tensor]]]:
+        """Inside the block, outputs can be differentiated by the groups of weights that the sketch changes."""
+        return _changed(backbone, self.covered.tolist(), shifts=bool(self.scales[0] > 0))
+
+    def sketch(self, groups: Sequence[Sequence[Tensor]]) -> "Sketch":
+        return Sketch(groups, self.scales[self.scales > 0].tolist(), self.dim)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_sketch": None}  # large; copies make it again
@@ -142,24 +154,31 @@ class _Linearised:
 
 
 class Sketch:
-    """S: adds each entry of x to many weights, with random signs that never change."""
+    """S: adds each entry of x to many weights, with random signs that never change.
 
-    def __init__(self, weights: Sequence[Tensor], dim: int) -> None:
-        self._shapes, self._dim = [weight.shape for weight in weights], dim
+    Each group of weights has an equal share of the entries, and its own scale.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Tensor]], scales: Sequence[float], dim: int) -> None:
+        self._shapes, self._dim = [weight.shape for group in groups for weight in group], dim
         random = np.random.default_rng(0)
-        self.device = weights[0].device
-        count = sum(weight.numel() for weight in weights)
-        self._entry = torch.from_numpy(random.integers(dim, size=count, dtype=np.int32)).to(self.device)
-        self._sign = torch.from_numpy(random.integers(2, size=count, dtype=np.int8) * 2 - 1).to(self.device)
+        self.device = groups[0][0].device
+        entries, factors, share = [], [], dim // len(groups)
+        for number, (group, scale) in enumerate(zip(groups, scales, strict=True)):
+            count = sum(weight.numel() for weight in group)
+            entries.append(number * share + random.integers(share, size=count, dtype=np.int32))
+            factors.append(np.float32(scale) * (random.integers(2, size=count, dtype=np.int8) * np.float32(2) - 1))
+        self._entry = torch.from_numpy(np.concatenate(entries)).to(self.device)
+        self._factor = torch.from_numpy(np.concatenate(factors)).to(self.device)
 
     def gather(self, gradients: Sequence[Tensor]) -> Tensor:
         """S^T g: the derivative with respect to x, (dim,), from the derivatives with respect to the weights."""
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).double()
-        return flat.new_zeros(self._dim).index_add_(0, self._entry, flat * self._sign)
+        return flat.new_zeros(self._dim).index_add_(0, self._entry, flat * self._factor)
 
     def spread(self, x: Tensor) -> list[Tensor]:
         """S x: the change of each weight."""
-        flat = x.float().index_select(0, self._entry) * self._sign
+        flat = x.float().index_select(0, self._entry) * self._factor
         parts = flat.split([shape.numel() for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
@@ -190,9 +209,16 @@ def fit(
         raise ValueError("tangent samples need training structures, got none")
     train = as_structures(train)
     used = subsample(range(len(train)), MOST_STRUCTURES)
-    covered = _covered(backbone, train, cover)
-    with evaluating(backbone), _changed(backbone, covered) as chosen:
-        sketch = Sketch(chosen, DIMENSIONS)
+    covered, parts = _covered(backbone, train, cover), cover.split("+")
+    if not any(covered) and parts != ["shifts"]:
+        raise ValueError(f"no weight changes the forces (cover={cover!r}), so there are no tangent samples")
+    found = Tangent(0, len(covered))
+    found.covered.copy_(torch.tensor(covered))
+    found.scales.copy_(torch.tensor([float("shifts" in parts), float(any(covered))]))
+    with evaluating(backbone), found.changed(backbone) as groups:
+        if len(groups) > 1:
+            found.scales.copy_(_balance(backbone, groups, train))
+        chosen, sketch = [weight for group in groups for weight in group], found.sketch(groups)
         total = CurvatureSum(DIMENSIONS, centred=False, regularisation=REGULARISATION)
         slopes, missed, square, count = [], [], 0.0, 0
         probes = _probes(len(used))
@@ -214,7 +240,9 @@ def fit(
                 progress(done, len(used))
         width = math.sqrt(square / count) if count else 1.0
         total.add(_energy_rows(torch.stack(slopes), torch.cat(missed), width))
-    found = _as_module(total.curvature(), covered)
+    curvature = total.curvature()
+    found.vectors, found.values = curvature.vectors.float(), curvature.values.float()
+    found.floor.fill_(curvature.floor)
     found.energy_slope.copy_(torch.stack(slopes).mean(0))
     found.width.fill_(width)
     return found.to(chosen[0].device)
@@ -229,15 +257,6 @@ def passes_of_fit(structures: int) -> int:
 def _probes(structures: int) -> int:
     """Number of probes for each structure."""
     return min(MOST_PROBES, max(FEWEST_PROBES, PROBES_IN_ALL // structures))
-
-
-def _as_module(curvature: Curvature, covered: Sequence[bool]) -> Tangent:
-    found = Tangent(len(curvature.values), len(covered))
-    found.vectors.copy_(curvature.vectors)
-    found.values.copy_(curvature.values)
-    found.floor.fill_(curvature.floor)
-    found.covered.copy_(torch.tensor(covered))
-    return found
 
 
 def _graph(backbone: Backbone, atoms: Atoms, index: int) -> Graph:
@@ -266,16 +285,13 @@ def _force_rows(forces: Tensor, weights: Sequence[Tensor], sketch: Sketch, *, pr
     along = combinations.view(-1, *forces.shape).to(forces)
     rows = []
     for part in along.split(max(1, ATOMS_IN_A_BACKWARD_PASS // len(forces))):
-        found = torch.autograd.grad(
-            forces,
-            weights,
-            part,
-            retain_graph=True,
-            is_grads_batched=True,
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        rows += [sketch.gather([gradient[i] for gradient in found]).cpu() for i in range(len(part))]
+        found = torch.autograd.grad(forces, weights, part, retain_graph=True, is_grads_batched=True, allow_unused=True)
+        # torch would fill in the gradients of weights that forces do not depend on without the batch
+        filled = [
+            gradient if gradient is not None else weight.new_zeros(len(part), *weight.shape)
+            for gradient, weight in zip(found, weights, strict=True)
+        ]
+        rows += [sketch.gather([gradient[i] for gradient in filled]).cpu() for i in range(len(part))]
     return torch.stack(rows)
 
 
@@ -297,8 +313,6 @@ def _covered(backbone: Backbone, train: Sequence[Atoms], cover: str) -> list[boo
     The others set reference energies or other outputs, or are not used.
     """
     weights = weights_of(backbone)
-    if cover == "shifts":
-        return [False] * len(weights)
     moved = max(train, key=len).copy()
     moved.rattle(0.05, seed=0)  # forces that are zero by symmetry respond to nothing
     values = [weight for _, weight in weights]
@@ -306,30 +320,43 @@ def _covered(backbone: Backbone, train: Sequence[Atoms], cover: str) -> list[boo
         forces = _outputs(backbone, backbone.graph([moved]))["forces"]
         probe = torch.randn(forces.shape, generator=torch.Generator().manual_seed(0)).to(forces)
         found = torch.autograd.grad(forces, values, probe, materialize_grads=True, allow_unused=True)
-    layers = {
+    layers: dict[str, list[str]] = {
         "sites": [site.name for site in sites_of(backbone.module, backbone.sites())],
         "readout": backbone.heads(),
     }
     inside = tuple(f"module.{name}." for part in cover.split("+") for name in layers.get(part, []))
-    covered = [
-        bool(gradient.any()) and (cover == "all" or name.startswith(inside))
+    return [
+        bool(gradient.any()) and ("all" in cover.split("+") or name.startswith(inside))
         for (name, _), gradient in zip(weights, found, strict=True)
     ]
-    if not any(covered):
-        raise ValueError(f"no weight changes the forces (cover={cover!r}), so there are no tangent samples")
-    return covered
+
+
+def _balance(backbone: Backbone, groups: Sequence[Sequence[Tensor]], train: Sequence[Atoms]) -> Tensor:
+    """Scales that let each group of weights change the training forces equally, (group,)."""
+    squares = torch.zeros(len(groups), dtype=torch.float64)
+    for index in subsample(range(len(train)), STRUCTURES_TO_BALANCE):
+        forces = _outputs(backbone, _graph(backbone, train[index], index))["forces"]
+        signs = 2.0 * torch.randint(2, forces.shape, generator=torch.Generator().manual_seed(index)) - 1
+        weights = [weight for group in groups for weight in group]
+        found = iter(torch.autograd.grad(forces, weights, signs.to(forces), materialize_grads=True, allow_unused=True))
+        for number, group in enumerate(groups):
+            squares[number] += sum(float(next(found).double().square().sum()) for _ in group)
+    return squares.rsqrt()
 
 
 @contextlib.contextmanager
-def _changed(backbone: Backbone, covered: Sequence[bool]) -> Iterator[list[Tensor]]:
-    """The tensors that the sketch changes: the covered weights, or zeros added at the sites if no weight is covered."""
-    if any(covered):
-        weights = [weight for (_, weight), use in zip(weights_of(backbone), covered, strict=True) if use]
-        with _requiring_gradients(weights):
-            yield list(weights)
-        return
-    with shifted(backbone.module, sites_of(backbone.module, backbone.sites())) as shifts:
-        yield shifts
+def _changed(backbone: Backbone, covered: Sequence[bool], *, shifts: bool) -> Iterator[list[list[Tensor]]]:
+    """The groups of weights that a sketch changes: shifts at the sites, which are zero, and the covered parameters."""
+    weights = [weight for (_, weight), use in zip(weights_of(backbone), covered, strict=True) if use]
+    with contextlib.ExitStack() as stack:
+        groups = []
+        if shifts:
+            sites = sites_of(backbone.module, backbone.sites())
+            groups.append(stack.enter_context(shifted(backbone.module, sites)))
+        if weights:
+            stack.enter_context(_requiring_gradients(weights))
+            groups.append(list[Tensor](weights))
+        yield groups
 
 
 @contextlib.contextmanager
