@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from pmlip.atomic_files import atomic_write, write_json
+from pmlip.atomic_files import atomic_write, read_json, write_json
 
 
 def test_a_file_appears_only_when_it_is_complete(tmp_path):
@@ -36,3 +36,15 @@ def test_permissions_are_those_of_any_new_file(tmp_path):
     (tmp_path / "plain").touch()
     write_json(tmp_path / "ours", {})
     assert (tmp_path / "ours").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_json_is_read_back_and_damage_is_one_sentence(tmp_path):
+    write_json(tmp_path / "file.json", {"a": [1, None]})
+    assert read_json(tmp_path / "file.json") == {"a": [1, None]}
+    for content in (b"", b'{"a": ', b"\xff\xfe", b"[" * 100_000):
+        (tmp_path / "file.json").write_bytes(content)
+        with pytest.raises(ValueError, match=r"file.json is damaged: it is not JSON"):
+            read_json(tmp_path / "file.json")
+    (tmp_path / "file.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"is damaged: it holds a list instead of named values"):
+        read_json(tmp_path / "file.json")

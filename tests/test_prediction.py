@@ -225,3 +225,44 @@ def test_a_model_that_knows_its_training_set_predicts_its_novelty(samples, tmp_p
             np.testing.assert_allclose(
                 atoms.arrays["forces_uncertainty"][:, 0], found.sigma[found.system == index], rtol=1e-6
             )
+
+
+@pytest.fixture
+def interrupted(model, tmp_path, monkeypatch):
+    """A run that was interrupted after its second batch."""
+    write(tmp_path / "in.extxyz", water(8))
+    done, sample = [], model.sample_with_mean
+
+    def fails_the_third_time(structures, **options):
+        done.append(structures)
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        return sample(structures, **options)
+
+    monkeypatch.setattr(model, "sample_with_mean", fails_the_third_time)
+    with pytest.raises(KeyboardInterrupt):
+        predict_file(model, tmp_path / "in.extxyz", tmp_path / "out.extxyz", samples=4)
+    return tmp_path
+
+
+@pytest.mark.parametrize("content", ["", '{"model": ', "[1, 2]", "[" * 100_000, "\xff"])
+def test_damaged_notes_of_an_interrupted_run_are_one_sentence(model, interrupted, content):
+    (interrupted / "out.extxyz.partial.json").write_text(content, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"out.extxyz.partial.json is damaged: .*; remove it to start again") as found:
+        predict_file(model, interrupted / "in.extxyz", interrupted / "out.extxyz", samples=4)
+    assert "\n" not in str(found.value)
+
+
+def test_damaged_predictions_of_an_interrupted_run_are_one_sentence(model, interrupted):
+    partial = interrupted / "out.extxyz.partial"
+    partial.write_bytes(partial.read_bytes().replace(b"H ", b"? "))
+    with pytest.raises(ValueError, match=r"out.extxyz.partial is damaged; remove it to start again"):
+        predict_file(model, interrupted / "in.extxyz", interrupted / "out.extxyz", samples=4)
+
+
+@pytest.mark.parametrize("first", [b"9" * 30, b"9" * 5000, b"99999999999", b"\xff"])
+def test_no_number_of_atoms_is_too_large_to_count(tmp_path, first):
+    write(tmp_path / "in.xyz", water(2), format="extxyz")
+    whole = (tmp_path / "in.xyz").read_bytes()
+    (tmp_path / "in.xyz").write_bytes(whole + first + b"\n\nH 0 0 0\n")
+    assert count_structures(tmp_path / "in.xyz") == 2

@@ -1,7 +1,6 @@
 """Predictions for a file of structures. The file may be larger than memory, and an interrupted run resumes."""
 
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from ase import Atoms
 from ase.io import read, write
 from ase.outputs import all_outputs
 
-from pmlip.atomic_files import write_json
+from pmlip.atomic_files import read_json, write_json
 from pmlip.calculator import novelty_of, one_pass, uncertainties
 from pmlip.methods.base import Method
 from pmlip.structures.annotations import annotated, has_uncertainties, without_uncertainties
@@ -20,6 +19,7 @@ from pmlip.structures.atoms import StructureError, as_structures
 from pmlip.structures.files import check_file, iterate
 
 BATCH = 64  # structures per write
+LONGEST_COUNT = 18  # bytes of the line with the number of atoms
 
 
 def predict_file(
@@ -105,7 +105,11 @@ def _resume(partial: Path, notes: Path, asked: dict[str, Any]) -> int:
         partial.unlink(missing_ok=True)
         write_json(notes, asked)
         return 0
-    if (found := json.loads(notes.read_text())) != asked:
+    try:
+        found = read_json(notes)
+    except ValueError as error:
+        raise ValueError(f"{error}; remove it to start again") from error
+    if found != asked:
         changed = ", ".join(name for name in asked if found.get(name) != asked[name])
         raise ValueError(f"{partial} belongs to a run with another {changed}; remove {notes} to start again")
     ends = [0, *_frame_ends(partial)][::BATCH]
@@ -115,7 +119,10 @@ def _resume(partial: Path, notes: Path, asked: dict[str, Any]) -> int:
 
 def _check_same(expected: Atoms | None, partial: Path, source: Path) -> None:
     """Raise ValueError unless the last finished structure is `expected`, the structure at its position in `source`."""
-    last = read(partial, index=-1, format="extxyz")
+    try:
+        last = read(partial, index=-1, format="extxyz")
+    except Exception as error:  # ASE raises a different type for every way a file can be broken
+        raise ValueError(f"{partial} is damaged; remove it to start again") from error
     if (
         expected is None
         or len(last) != len(expected)
@@ -144,13 +151,12 @@ def _frame_ends(path: Path) -> Iterator[int]:
         return
     with path.open("rb") as file:
         place = 0
-        while first := file.readline():
-            if not first.strip().isdigit():
+        while (first := file.readline(LONGEST_COUNT)).strip().isdigit() and first.endswith(b"\n"):
+            place, lines, last = place + len(first), 0, first
+            for last in itertools.islice(file, int(first) + 1):
+                place, lines = place + len(last), lines + 1
+            if lines <= int(first) or not last.endswith(b"\n"):
                 return
-            lines = [first, *itertools.islice(file, int(first) + 1)]
-            if len(lines) < int(first) + 2 or not lines[-1].endswith(b"\n"):
-                return
-            place += sum(map(len, lines))
             yield place
 
 

@@ -1,6 +1,5 @@
 """pmlip evaluate: the scores of a model and its uncertainty on structures with labels."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -199,12 +198,16 @@ def _names(paths: Sequence[Path], short: Sequence[str]) -> dict[Path, str]:
 
 def _excluded(folder: Path | None) -> set[str]:
     """Fingerprints of the structures that a run used."""
+    from pmlip.atomic_files import read_json
+
     if folder is None:
         return set()
     file = folder / "summary.json"
     if not file.is_file():
         raise FileNotFoundError(f"{folder} is not the folder of a finished run: it has no summary.json")
-    summary = json.loads(file.read_text())
+    summary = read_json(file)
     if "seen" not in summary:
         raise ValueError(f"{file} was written by an older pmlip and does not list the structures that the run used")
+    if not isinstance(summary["seen"], list) or not all(isinstance(name, str) for name in summary["seen"]):
+        raise ValueError(f"{file} is damaged: it does not list the structures that the run used")
     return set(summary["seen"])

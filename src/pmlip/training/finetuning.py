@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from pmlip import losses
 from pmlip.backbones.base import weights_hash
+from pmlip.checkpoint import DAMAGES
+from pmlip.errors import first_reason
 from pmlip.memory import is_out_of_memory
 from pmlip.methods._tangents import add_tangents
 from pmlip.methods.base import FIXED_ATOMS, Initialisation, Method
@@ -157,7 +159,12 @@ class _Run:
         self.objective = Objective(model, config, self.scales, processes)
         self.optimiser = Optimiser(model, self._rates(), config, steps=self.steps)
         if stored:
-            self._restore(stored)
+            try:
+                self._restore(stored)
+            except DAMAGES as error:
+                raise ValueError(
+                    f"{self.state_file} does not fit this model: {first_reason(error)}; remove it to start again"
+                ) from error
 
     def _identity(self) -> dict[str, Any]:
         """Everything that must be unchanged for a run to resume."""
