@@ -18,6 +18,7 @@ from chgnet.model.dynamics import CHGNetCalculator
 from chgnet.model.layers import AtomConv
 
 from pmlip.backbones.chgnet import CHGNetBackbone, SplitAtomConv
+from pmlip.structures.atoms import StructureError
 
 
 @pytest.fixture(scope="class")
@@ -116,6 +117,16 @@ def test_unknown_elements_are_refused_by_name(backbone):
 def test_periodic_axis_without_a_cell_vector_is_refused(backbone):
     with pytest.raises(ValueError, match="periodic along an axis without a cell vector"):
         pmlip.perturb(backbone).predict(Atoms("H2", [[0, 0, 0], [0, 0, 0.7]], pbc=True))
+
+
+def test_a_structure_without_a_graph_is_named_and_not_written(backbone, tmp_path, monkeypatch):
+    """The package writes the structure to bond_graph_error.cif in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    far = Atoms("OH2", [[0, 0, 0], [0, 0.76, 0.59], [0, -0.76, 0.59]])
+    far.positions += 1e9  # rounding leaves few different positions
+    with pytest.raises(StructureError, match=r"structure 3 \(H2O\): CHGNet cannot build its graph"):
+        backbone.single(far, 3)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_slab_may_have_no_third_cell_vector(backbone):
