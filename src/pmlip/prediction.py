@@ -14,6 +14,7 @@ from ase.outputs import all_outputs
 
 from pmlip.atomic_files import read_json, write_json
 from pmlip.calculator import novelty_of, one_pass, uncertainties
+from pmlip.limits import check_seed
 from pmlip.methods.base import Method
 from pmlip.structures.annotations import annotated, has_uncertainties, without_uncertainties
 from pmlip.structures.atoms import StructureError, as_structures
@@ -45,6 +46,7 @@ def predict_file(
     source, out = Path(source), Path(out)
     check_file(source)
     count = model.prediction_samples(samples)
+    check_seed(seed)
     if out.suffix not in (".extxyz", ".xyz"):
         raise ValueError(f"predictions are written as extxyz, so out must end in .extxyz or .xyz, got out={out.name!r}")
     if out.exists():

@@ -206,10 +206,8 @@ def npz_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """
     shapes = {}
     with zipfile.ZipFile(path) as archive:
-        entries = [entry for entry in archive.infolist() if entry.filename.endswith(".npy")]
-        _check_size(path, sum(entry.file_size for entry in entries))
-        for entry in entries:
-            name = entry.filename.removesuffix(".npy")
+        _check_size(path, sum(entry.file_size for entry in archive.infolist()))
+        for name, entry in _arrays(archive).items():
             with archive.open(entry) as file:
                 version = np.lib.format.read_magic(file)
                 if version not in _NPY_HEADERS:
@@ -227,11 +225,19 @@ def npz_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 _NPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
+def _arrays(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
+    entries = [entry for entry in archive.infolist() if entry.filename.endswith(".npy")]
+    return {entry.filename.removesuffix(".npy"): entry for entry in entries}
+
+
 def _read_npz(path: Path) -> Iterator[Atoms]:
     """Yield structures of one composition from positions (structure, atom, 3), symbols or numbers, cells and labels."""
-    names = npz_shapes(path)
-    with np.load(path) as arrays:
-        content = {name: arrays[name] for name in names}
+    npz_shapes(path)
+    content = {}
+    with zipfile.ZipFile(path) as archive:  # not np.load, which advises to load some damaged files unsafely
+        for name, entry in _arrays(archive).items():
+            with archive.open(entry) as file:
+                content[name] = np.lib.format.read_array(file, allow_pickle=False)
     plural = {"energies": "energy", "cells": "cell", "stresses": "stress", "atomic_numbers": "numbers"}
     content = {plural.get(name, name): value for name, value in content.items()}
     if "positions" not in content or not {"symbols", "numbers"} & content.keys():

@@ -19,6 +19,7 @@ from pmlip import losses
 from pmlip.backbones.base import weights_hash
 from pmlip.checkpoint import DAMAGES
 from pmlip.errors import first_reason
+from pmlip.limits import LAST_SEED
 from pmlip.memory import is_out_of_memory
 from pmlip.methods._tangents import add_tangents
 from pmlip.methods.base import FIXED_ATOMS, Initialisation, Method
@@ -95,7 +96,8 @@ def finetune(
                 progress(before * steps + step, len(parts) * steps, latest)
 
         part_folder = folder_of_part(Path(folder), number, parts=len(parts)) if folder else None
-        own = replace(config, seed=config.seed * len(parts) + number)  # unique for each pair of seed and part
+        # unique for each pair of seed and part, for all seeds below 2^32 / parts
+        own = replace(config, seed=(config.seed * len(parts) + number) % (LAST_SEED + 1))
         runs.append(_Run(part, data, held_out, own, part_folder, processes).to_the_end(show))
     done = replace(runs[0], **{name: sum(getattr(run, name) for run in runs) for name in ("seconds", "passes")})
     model.history = done.history(config)
