@@ -63,6 +63,8 @@ def predict_file(
             found = _predict(model, as_structures(batch), count, seed)
         except StructureError as error:
             raise ValueError(f"{source}: {error.after(done)}") from error
+        if not notes.exists():  # not before, so that a run that fails at once leaves no files
+            write_json(notes, asked)
         with partial.open("a") as file:
             for atoms, own in zip(batch, found, strict=True):
                 write(file, annotated(_with_references(atoms), own), format="extxyz")
@@ -106,7 +108,7 @@ def _resume(partial: Path, notes: Path, asked: dict[str, Any]) -> int:
     """
     if not notes.exists() or not partial.exists():
         partial.unlink(missing_ok=True)
-        write_json(notes, asked)
+        notes.unlink(missing_ok=True)
         return 0
     try:
         found = read_json(notes)
