@@ -153,7 +153,8 @@ def test_a_file_that_is_no_checkpoint_of_chgnet_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("not weights")
     torch.save({"state": {}}, tmp_path / "other.pt")
     for name in ("notes.txt", "other.pt"):
-        with pytest.raises(ValueError, match=f"{name} is not a checkpoint of CHGNet"):
+        with pytest.raises(ValueError, match=f"{name} is not a checkpoint of CHGNet") as found:
             pmlip.load_backbone("chgnet", weights=tmp_path / name)
+        assert found.value.__suppress_context__  # a traceback does not show torch's advice to load the file unsafely
     with pytest.raises(FileNotFoundError, match="there is no weights file"):
         pmlip.load_backbone("chgnet", weights=tmp_path / "none.pt")

@@ -339,8 +339,8 @@ def _read(path: str | Path) -> CHGNet:
         raise FileNotFoundError(f"there is no weights file {path}")
     try:
         return CHGNet.from_dict(torch.load(path, map_location="cpu", weights_only=True)["model"])
-    except Exception as error:  # torch raises many types of error for damaged files
-        raise ValueError(f"{path} is not a checkpoint of CHGNet") from error
+    except Exception:  # torch raises many types of error for damaged files, and some advise to load them unsafely
+        raise ValueError(f"{path} is not a checkpoint of CHGNet") from None
 
 
 @contextlib.contextmanager
