@@ -339,6 +339,14 @@ def test_a_frame_with_fewer_atoms_than_it_says(tmp_path, count):
         list(iterate(tmp_path / "data.extxyz"))
 
 
+@pytest.mark.parametrize("columns", ["99999999999", "10000", "+0099999999999", "1_000_000_000_000"])
+def test_columns_without_end_are_refused(tmp_path, columns):
+    """ASE makes a list of them before it reads a line."""
+    (tmp_path / "data.extxyz").write_text(f"1\nProperties=species:S:1:pos:R:{columns} pbc=F\nH 0 0 0\n")
+    with pytest.raises(ValueError, match="the Properties of a frame name an array with 10000 columns or more"):
+        list(iterate(tmp_path / "data.extxyz"))
+
+
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
 @pytest.mark.parametrize("suffix", ["extxyz", "extxyz.gz", "cif"])
 def test_a_byte_order_mark_is_named(tmp_path, encoding, suffix):

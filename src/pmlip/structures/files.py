@@ -7,6 +7,7 @@ compressed file must not expand to more than `MOST_EXPANSION` times its size, or
 import contextlib
 import io
 import math
+import re
 import sqlite3
 import zipfile
 from collections import Counter
@@ -43,6 +44,7 @@ MOST_EXPANSION = 100  # text of structures expands 3 to 10 times; a file that is
 ALWAYS_ALLOWED = 256 * 2**20  # bytes
 COMPRESSED = (".gz", ".bz2", ".xz")
 LONGEST_REASON = 300  # characters; some readers quote the content of the file
+MANY_COLUMNS = re.compile(r":\s*[SRIL]\s*:[\s+0_]*[1-9][\d_]{4}")  # such as pos:R:10000
 BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
 
@@ -169,9 +171,10 @@ def _check_size(path: Path, expanded: int) -> None:
 
 
 class _Text(io.TextIOWrapper):
-    """A text file that raises an error if it is read on at its end.
+    """An extxyz file that raises an error where ASE would run without end.
 
-    ASE reads as many lines as a frame has atoms, even if the file ends before, and the number may be any.
+    ASE reads as many lines as a frame says it has atoms, also after the end of the file, and makes a list with an entry
+    for each column that the comment line announces.
     """
 
     _read_at_end = 0
@@ -181,6 +184,8 @@ class _Text(io.TextIOWrapper):
         self._read_at_end = 0 if line else self._read_at_end + 1
         if self._read_at_end > 5:
             raise EOFError("the last frame has fewer atoms than its first line says")
+        if "Properties" in line and MANY_COLUMNS.search(line):
+            raise ValueError("the Properties of a frame name an array with 10000 columns or more")
         return line
 
 
