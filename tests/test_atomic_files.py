@@ -4,7 +4,7 @@ import os
 import pytest
 import torch
 
-from pmlip.atomic_files import atomic_write, write_json
+from pmlip.atomic_files import atomic_write, read_json, write_json
 from pmlip.locks import take
 
 
@@ -84,3 +84,15 @@ def test_a_full_disk_names_the_file(tmp_path, monkeypatch, save):
 def test_a_mistake_in_the_code_stays_what_it_is(tmp_path):
     with pytest.raises(RuntimeError, match=r"^mistake$"), atomic_write(tmp_path / "file"):
         raise RuntimeError("mistake")
+
+
+def test_json_is_read_back_and_damage_is_one_sentence(tmp_path):
+    write_json(tmp_path / "file.json", {"a": [1, None]})
+    assert read_json(tmp_path / "file.json") == {"a": [1, None]}
+    for content in (b"", b'{"a": ', b"\xff\xfe", b"[" * 100_000):
+        (tmp_path / "file.json").write_bytes(content)
+        with pytest.raises(ValueError, match=r"file.json is damaged: it is not JSON"):
+            read_json(tmp_path / "file.json")
+    (tmp_path / "file.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"is damaged: it holds a list instead of named values"):
+        read_json(tmp_path / "file.json")

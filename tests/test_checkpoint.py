@@ -8,6 +8,7 @@ import pmlip
 from conftest import randomise_noise
 from pmlip import checkpoint, methods
 from pmlip.noise.injection import vanish_with_input
+from pmlip.tensor_files import CHECKSUM, write_tensors
 from tiny import tiny_backbone
 
 STORED = Path(__file__).parent / "checkpoints"
@@ -31,8 +32,9 @@ def file(model, tmp_path):
 
 
 def change(file, **changes):
+    """Change entries of a file, as a program would that writes the same format."""
     content = torch.load(file, weights_only=True)
-    torch.save({**content, **changes}, file)
+    write_tensors(file, {name: value for name, value in {**content, **changes}.items() if name != CHECKSUM})
 
 
 def test_a_loaded_model_is_the_same_function(model, file):
@@ -48,6 +50,112 @@ def test_a_file_of_every_format_version_still_loads(version):
     loaded = pmlip.load(STORED / f"format-{version}.pt", backbone=network())
     expected = torch.load(STORED / f"format-{version}-outputs.pt", weights_only=True)
     torch.testing.assert_close(torch.stack([loaded(X, noise=e) for e in loaded.draw(3)]), expected)
+
+
+def test_a_flipped_bit_is_an_error_or_changes_nothing(model, file):
+    """Nothing: in the padding of the file, and in fields of the zip format that torch does not read."""
+    whole, expected, refused = file.read_bytes(), model(X, noise=model.draw(1)[0]), 0
+    for place in range(0, len(whole), 5):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        file.write_bytes(damaged)
+        try:
+            loaded = pmlip.load(file, backbone=network())
+        except pmlip.CheckpointError:
+            refused += 1
+        else:
+            assert torch.equal(loaded(X, noise=loaded.draw(1)[0]), expected)
+    assert refused > len(whole) / 50
+
+
+def test_a_flipped_bit_in_a_weight_is_refused(model, file):
+    weights = model.noise.w_z.detach().numpy().tobytes()
+    content = bytearray(file.read_bytes())
+    place = content.find(weights)
+    assert place > 0
+    content[place + 3] ^= 0x40  # in the exponent
+    file.write_bytes(content)
+    with pytest.raises(pmlip.CheckpointError, match="is damaged: its content does not match its checksum"):
+        pmlip.load(file, backbone=network())
+
+
+def test_a_checksum_cannot_be_left_out(file):
+    content = torch.load(file, weights_only=True)
+    content.pop(CHECKSUM)
+    torch.save(content, file)
+    with pytest.raises(pmlip.CheckpointError, match="is damaged: its content does not match its checksum"):
+        pmlip.load(file, backbone=network())
+
+
+HISTORY = {"config": {"epochs": 1}, "steps": 3}
+CALIBRATION = {"factor": 1.0, "crps": (1.0, 1.0), "ssr": (1.0, 1.0), "level": 0.9, "conformal": None}
+CALIBRATION |= {"structures": 3, "samples": 4}
+CURVATURE = {"centre": torch.zeros(3), "vectors": torch.eye(3)[:2], "values": torch.ones(2), "floor": 1.0}
+FEATURES = {"kind": "latent", "curvatures": {8: CURVATURE}, "sources": ["0"], "structures": 3}
+SITE = {"name": "0", "rows": "row", "custom_envelope": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": "6"}, "version is of type str, not int"),
+        ({"versions": 3}, "versions is of type int"),
+        ({"origin": {"name": "x"}}, "missing 2 required"),
+        ({"origin": {"name": "x", "adapter": 1, "weights": ""}}, "adapter is of type int, not bool"),
+        ({"origin": None}, "None"),
+        ({"state": {"0.weight": 1.0}}, "is of type float, not Tensor"),
+        ({"state": [torch.zeros(3)]}, "state is of type list"),
+        ({"settings": {"noise_dim": 2}}, "is of type NoneType"),
+        ({"settings": {"noise_dim": 2, "sites": [{"name": "0"}]}}, "'rows'"),
+        ({"settings": {"noise_dim": 10**12, "sites": [SITE]}}, "but noise_dim is 1000000000000"),
+        ({"settings": {"method": 1}}, "is of type int, not str"),
+        ({"settings": {"method": "ensemble", "options": {"members": 10**9}}}, "no weights of 1000000000 members"),
+        ({"history": {**HISTORY, "steps": "many"}}, "steps is of type str, not int"),
+        ({"history": 3}, "int"),
+        ({"calibration": {**CALIBRATION, "conformal": "wide"}}, "conformal is of type str"),
+        ({"calibration": {"factor": 1.0}}, "missing"),
+        ({"training_features": {"latent": {**FEATURES, "curvatures": {8: {**CURVATURE, "floor": 0.0}}}}}, "positive"),
+        (
+            {"training_features": {"latent": {**FEATURES, "curvatures": {8: {**CURVATURE, "values": torch.ones(3)}}}}},
+            "eigenvectors of shape",
+        ),
+        ({"training_features": {"gradients": FEATURES}}, "are stored as 'gradients'"),
+        ({"training_features": 3}, "int"),
+    ],
+)
+@pytest.mark.parametrize("version", [5, checkpoint.FORMAT_VERSION])
+def test_any_other_structure_is_one_sentence(file, changes, message, version):
+    """Also without a checksum, and also if a program wrote one for it."""
+    change(file, **{"version": version, **changes})
+    with pytest.raises(pmlip.CheckpointError, match=rf"model.pt is damaged: .*{message}") as found:
+        pmlip.load(file, backbone=network())
+    assert "\n" not in str(found.value)
+
+
+def test_settings_that_do_not_fit_are_one_sentence(tmp_path):
+    methods.make("mc-dropout", tiny_backbone()).save(tmp_path / "model.pt")
+    for settings in ({"method": "mc-dropout", "options": {"share": "x"}}, {"method": "none", "options": {}}):
+        change(tmp_path / "model.pt", settings=settings)
+        with pytest.raises(pmlip.CheckpointError, match=r"the settings in .*model.pt do not fit this backbone: "):
+            pmlip.load(tmp_path / "model.pt", backbone=tiny_backbone())
+    change(tmp_path / "model.pt", settings={"method": "mc-dropout", "options": {}})
+    change(tmp_path / "model.pt", origin=vars(checkpoint.Origin.of(network())))
+    with pytest.raises(pmlip.CheckpointError, match="mc-dropout needs a potential, got a Sequential"):
+        pmlip.load(tmp_path / "model.pt", backbone=network())
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.full((2, 2), torch.nan), r"its weight noise.w_z is NaN or infinite"),
+        (torch.full((2, 2), torch.inf), r"its weight noise.w_z is NaN or infinite"),
+        (torch.eye(2).long(), r"do not fit this backbone: noise.w_z is stored as torch.int64"),
+    ],
+)
+def test_weights_that_are_no_finite_numbers_are_refused(file, value, message):
+    change(file, state={**torch.load(file, weights_only=True)["state"], "noise.w_z": value})
+    with pytest.raises(pmlip.CheckpointError, match=message):
+        pmlip.load(file, backbone=network())
 
 
 @pytest.mark.parametrize("keep", [0, 10, 0.5, 0.99])
@@ -107,7 +215,7 @@ def test_potentials_of_older_formats_have_a_straight_zero_of_their_energies(name
 def test_a_newer_format_is_refused(file):
     change(file, version=checkpoint.FORMAT_VERSION + 1, versions={"pmlip": "9.0"})
     with pytest.raises(
-        pmlip.CheckpointError, match=r"written by pmlip 9.0; the installed version reads formats up to 5"
+        pmlip.CheckpointError, match=r"written by pmlip 9.0; the installed version reads formats up to 6"
     ):
         pmlip.load(file, backbone=network())
 

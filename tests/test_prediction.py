@@ -1,5 +1,6 @@
 import errno
 import json
+import os
 
 import numpy as np
 import pytest
@@ -77,9 +78,9 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(model, tmp_path, monkeypat
     assert not (tmp_path / "out.extxyz").exists()
     partial = tmp_path / "out.extxyz.partial"
     if cut:  # as a killed process leaves it
-        partial.write_bytes(partial.read_bytes()[:-cut])
+        partial.write_bytes(partial.read_bytes() + partial.read_bytes()[:cut])
     assert predict_file(model, tmp_path / "in.extxyz", tmp_path / "out.extxyz", samples=4) == 8
-    assert asked[3:] == ([2] if not cut else [3, 2])
+    assert asked[3:] == [2]
     assert (tmp_path / "out.extxyz").read_text() == (tmp_path / "whole.extxyz").read_text()
 
 
@@ -278,13 +279,17 @@ def test_an_at_sign_belongs_to_the_name(model, tmp_path):
 def test_a_full_disk_names_the_file_and_loses_nothing(model, tmp_path, monkeypatch):
     write(tmp_path / "in.extxyz", water(8))
 
-    def full(file, atoms, **_):
-        if "forces_uncertainty" in atoms.arrays and (tmp_path / "out.extxyz.partial").stat().st_size:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(file, atoms, **_)
+    partial, sync, calls = tmp_path / "out.extxyz.partial", os.fsync, []
+
+    def full(descriptor):
+        if partial.exists() and os.fstat(descriptor).st_ino == partial.stat().st_ino:
+            calls.append(descriptor)
+            if len(calls) == 2:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
 
     with monkeypatch.context() as patch:
-        patch.setattr(prediction, "write", full)
+        patch.setattr(prediction.os, "fsync", full)
         with pytest.raises(OSError, match=r"^cannot write .*out.extxyz.partial: No space left on device; free some"):
             predict_file(model, tmp_path / "in.extxyz", tmp_path / "out.extxyz", samples=4)
     assert predict_file(model, tmp_path / "in.extxyz", tmp_path / "out.extxyz", samples=4) == 8
@@ -340,3 +345,44 @@ def test_the_first_structure_with_another_composition_is_named(model, tmp_path):
     with pytest.warns(UserWarning, match=r"structure 4 \(HO\) is no combination") as caught:
         predict_file(model, tmp_path / "in.extxyz", tmp_path / "out.extxyz", samples=2)
     assert len(caught) == 1
+
+
+@pytest.fixture
+def interrupted(model, tmp_path, monkeypatch):
+    """A run that was interrupted after its second batch."""
+    write(tmp_path / "in.extxyz", water(8))
+    done, sample = [], model.sample_with_mean
+
+    def fails_the_third_time(structures, **options):
+        done.append(structures)
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        return sample(structures, **options)
+
+    monkeypatch.setattr(model, "sample_with_mean", fails_the_third_time)
+    with pytest.raises(KeyboardInterrupt):
+        predict_file(model, tmp_path / "in.extxyz", tmp_path / "out.extxyz", samples=4)
+    return tmp_path
+
+
+@pytest.mark.parametrize("content", ["", '{"model": ', "[1, 2]", "[" * 100_000, "\xff"])
+def test_damaged_notes_of_an_interrupted_run_are_one_sentence(model, interrupted, content):
+    (interrupted / "out.extxyz.partial.json").write_text(content, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"out.extxyz.partial.json is damaged: .*; remove it to start again") as found:
+        predict_file(model, interrupted / "in.extxyz", interrupted / "out.extxyz", samples=4)
+    assert "\n" not in str(found.value)
+
+
+def test_damaged_predictions_of_an_interrupted_run_are_one_sentence(model, interrupted):
+    partial = interrupted / "out.extxyz.partial"
+    partial.write_bytes(partial.read_bytes().replace(b"H ", b"? "))
+    with pytest.raises(ValueError, match=r"out.extxyz.partial is damaged, or differs .*; remove .* to start again"):
+        predict_file(model, interrupted / "in.extxyz", interrupted / "out.extxyz", samples=4)
+
+
+@pytest.mark.parametrize("first", [b"9" * 30, b"9" * 5000, b"99999999999", b"\xff"])
+def test_no_number_of_atoms_is_too_large_to_count(tmp_path, first):
+    write(tmp_path / "in.xyz", water(2), format="extxyz")
+    whole = (tmp_path / "in.xyz").read_bytes()
+    (tmp_path / "in.xyz").write_bytes(whole + first + b"\n\nH 0 0 0\n")
+    assert count_structures(tmp_path / "in.xyz") == 2

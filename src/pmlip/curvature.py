@@ -23,6 +23,17 @@ class Curvature:
     values: Tensor  # (rank,) eigenvalues of H + floor I
     floor: float
 
+    def check(self) -> None:
+        """Raise ValueError unless the sizes agree and all values can be used."""
+        rank, size = len(self.values), len(self.centre)
+        if self.centre.dim() != 1 or self.values.dim() != 1 or self.vectors.shape != (rank, size):
+            raise ValueError(
+                f"a curvature of {size} features and rank {rank} has eigenvectors of shape {tuple(self.vectors.shape)}"
+            )
+        finite = all(bool(part.isfinite().all()) for part in (self.centre, self.vectors, self.values))
+        if not finite or not bool((self.values > 0).all()) or not 0 < self.floor < float("inf"):
+            raise ValueError("a curvature must be finite and positive")
+
     def whitened(self, rows: Tensor) -> Tensor:
         """Vectors w with w_i . w_j = g_i^T (H + floor I)^-1 g_j, for rows g (row, feature), in their precision."""
         vectors = self.vectors.to(rows)

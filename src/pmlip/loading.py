@@ -1,9 +1,9 @@
 """Load a saved model."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from pmlip import checkpoint, methods
@@ -39,28 +39,28 @@ def load(
     if backbone is None:
         backbone = content.origin.load(weights=weights, trust=trust)
     content.origin.check(backbone)
-    if (method := content.settings.get("method")) is not None:
-        assert isinstance(backbone, Backbone)
-        model: nn.Module = methods.make(method, backbone, **content.settings["options"])
-    else:
-        model = perturb_at(
-            backbone, _stored_sites(path, content) if sites is None else sites, content.settings["noise_dim"]
-        )
-    # take the precision from the parameters: buffers may have another one
-    stored = [content.state[name] for name, _ in model.named_parameters() if name in content.state]
-    model.to(next((value.dtype for value in stored if value.is_floating_point()), torch.get_default_dtype()))
+    stored_sites = _stored_sites(content) if sites is None else sites
     try:
-        model.load_state_dict(dict(content.state))
-    except RuntimeError as error:
-        raise CheckpointError(f"the weights in {path} do not fit this backbone: {first_reason(error)}") from error
+        model = _make(content.settings, backbone, stored_sites)
+    except checkpoint.DAMAGES as error:
+        raise CheckpointError(f"the settings in {path} do not fit this backbone: {first_reason(error)}") from error
+    content.restore(model)
     if isinstance(model, Method):
         model.history, model.calibration = content.history, content.calibration
         model.training_features = content.training_features
     return model.to(device)
 
 
-def _stored_sites(path: str | Path, content: checkpoint.Checkpoint) -> list[Site]:
-    stored = content.settings["sites"]
+def _make(settings: Mapping[str, Any], backbone: nn.Module, sites: Sites) -> nn.Module:
+    if (method := settings.get("method")) is None:
+        return perturb_at(backbone, sites, settings["noise_dim"])
+    if not isinstance(backbone, Backbone):
+        raise ValueError(f"{method} needs a potential, got a {type(backbone).__name__}")
+    return methods.make(method, backbone, **settings["options"])
+
+
+def _stored_sites(content: checkpoint.Checkpoint) -> list[Site]:
+    stored = content.settings.get("sites", [])
     if any(site["custom_envelope"] for site in stored):
-        raise CheckpointError(f"{path} has sites with custom envelopes, which are not stored; pass sites=...")
+        raise CheckpointError(f"{content.path} has sites with custom envelopes, which are not stored; pass sites=...")
     return [Site(site["name"], site["rows"]) for site in stored]

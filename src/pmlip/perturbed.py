@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pmlip import checkpoint
 from pmlip.backbones.base import Backbone
+from pmlip.limits import check_sample_number
 from pmlip.noise import draws
 from pmlip.noise.injection import Site, inject, noisy_layers, vanish_with_input
 from pmlip.noise.source import Noise
@@ -55,9 +56,9 @@ class Perturbed(nn.Module):
             weight = layer.noise_weight
             weight.copy_(size * torch.randn(weight.shape, generator=generator))
 
-    def draw(self, samples: int, *, seed: int = 0, kind: str = "plain") -> Tensor:
-        """Return the standard normal draw e of each sample, (sample, noise); see `pmlip.noise.draw` for `kind`."""
-        return draws.draw(samples, self.noise.dim, seed=seed, kind=kind)
+    def draw(self, samples: int, *, seed: int = 0, kind: str = "plain", first: int = 0) -> Tensor:
+        """Return the standard normal draw e of each sample, (sample, noise); see `pmlip.noise.draw` for the options."""
+        return draws.draw(samples, self.noise.dim, seed=seed, kind=kind, first=first)
 
     def forward(
         self,
@@ -95,10 +96,9 @@ class Perturbed(nn.Module):
         The noise becomes a constant: a linear layer without a bias gets one, and an e3nn layer becomes a
         `ShiftedRadial` with a buffer `shift`.
         """
-        if sample < 0:
-            raise ValueError(f"samples are numbered from 0, got sample={sample}")
+        check_sample_number(sample, name="sample")
         copied = copy.deepcopy(self)
-        copied.noise.set_draw(draws.draw(sample + 1, self.noise.dim, seed=seed, kind=kind)[sample])
+        copied.noise.set_draw(draws.draw(1, self.noise.dim, seed=seed, kind=kind, first=sample)[0])
         for layer in list(noisy_layers(copied.backbone)):
             layer.fold()
         return copied.backbone

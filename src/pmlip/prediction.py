@@ -1,30 +1,31 @@
 """Predictions for a file of structures. The file may be larger than memory, and an interrupted run resumes."""
 
+import contextlib
 import hashlib
 import io
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from ase import Atoms
 from ase.io import write
 from ase.outputs import all_outputs
 
-from pmlip.atomic_files import naming, write_json
+from pmlip.atomic_files import naming, read_json, write_json
 from pmlip.calculator import novelty_of, one_pass, uncertainties
+from pmlip.limits import check_seed
 from pmlip.locks import locked_file
 from pmlip.methods.base import Method
 from pmlip.novelty import Novelty
 from pmlip.structures.annotations import annotated, has_uncertainties, without_uncertainties
 from pmlip.structures.atoms import StructureError, as_structures
-from pmlip.structures.files import check_file, iterate
+from pmlip.structures.files import check_file, iterate, npz_shapes
 from pmlip.unfamiliar import Watch
 
 BATCH = 64  # structures per write
+LONGEST_COUNT = 18  # bytes of the line with the number of atoms
 
 
 def predict_file(
@@ -50,6 +51,7 @@ def predict_file(
     source, out = Path(source), Path(out)
     check_file(source)
     count = model.prediction_samples(samples)
+    check_seed(seed)
     if out.suffix not in (".extxyz", ".xyz"):
         raise ValueError(f"predictions are written as extxyz, so out must end in .extxyz or .xyz, got out={out.name!r}")
     partial, notes = out.with_name(f"{out.name}.partial"), out.with_name(f"{out.name}.partial.json")
@@ -68,13 +70,15 @@ def predict_file(
                 found = _predict(model, as_structures(batch), count, seed, novelty)
             except StructureError as error:
                 raise ValueError(f"{source}: {error.after(done)}") from error
-            with naming(partial), partial.open("a") as file:
-                for atoms, own in zip(batch, found, strict=True):
-                    write(file, annotated(_with_references(atoms), own), format="extxyz")
+            if not notes.exists():  # not before, so that a run that fails at once leaves no files
+                write_json(notes, asked | {"structures": 0, "hash": digest.hexdigest()})
+            predicted = _text(annotated(_with_references(atoms), own) for atoms, own in zip(batch, found, strict=True))
+            with naming(partial), partial.open("ab") as file:
+                file.write(predicted)
                 file.flush()
                 os.fsync(file.fileno())
             done += len(batch)
-            _add(digest, batch)
+            _add(digest, batch, predicted)
             write_json(notes, asked | {"structures": done, "hash": digest.hexdigest()})
             if progress:
                 progress(done, total)
@@ -118,35 +122,48 @@ def _resume(
     digest, structures = hashlib.sha256(), iterate(source)
     if not notes.exists() or not partial.exists():
         partial.unlink(missing_ok=True)
-        write_json(notes, asked | {"structures": 0, "hash": digest.hexdigest()})
+        notes.unlink(missing_ok=True)
         return 0, digest, structures
-    found = json.loads(notes.read_text())
+    try:
+        found = read_json(notes)
+    except ValueError as error:
+        raise ValueError(f"{error}; remove it to start again") from error
     if changed := ", ".join(name for name in asked if found.get(name) != asked[name]):
         raise ValueError(f"{partial} belongs to a run with another {changed}; remove {notes} to start again")
     if "hash" not in found:
         raise ValueError(f"{partial} is from an older pmlip and cannot be resumed; remove {notes} to start again")
     # a killed run may have written structures that it had not noted yet, and never fewer than it had noted
-    ends = [0, *itertools.islice(_frame_ends(partial), found["structures"])][::BATCH]
-    done = (len(ends) - 1) * BATCH
-    _add(digest, itertools.islice(structures, done))
-    again = list(itertools.islice(structures, found["structures"] - done))  # the rest of an incomplete batch
-    noted = digest.copy()
-    _add(noted, again)
-    if noted.hexdigest() != found["hash"]:
+    ends = [0, *itertools.islice(_frame_ends(partial), found["structures"])]
+    kept, done = digest, 0
+    with partial.open("rb") as file:
+        for first in range(0, len(ends) - 1, BATCH):
+            last = min(first + BATCH, len(ends) - 1)
+            batch = list(itertools.islice(structures, last - first))
+            _add(digest, batch, file.read(ends[last] - ends[first]))
+            if len(batch) == BATCH:
+                kept, done = digest.copy(), last
+            else:  # the last batch, which is predicted again
+                structures = itertools.chain(batch, structures)
+    if digest.hexdigest() != found["hash"]:
         raise ValueError(
-            f"a finished structure of {partial} differs from the structure at its position in {source}; remove "
-            f"{partial} to start again"
+            f"a finished structure of {partial} is damaged, or differs from the structure at its position in {source}; "
+            f"remove {partial} to start again"
         )
-    os.truncate(partial, ends[-1])
-    return done, digest, itertools.chain(again, structures)
+    os.truncate(partial, ends[done])
+    return done, kept, structures
 
 
-def _add(digest: "hashlib._Hash", structures: Iterable[Atoms]) -> None:
-    """Add everything that a prediction keeps of the structures."""
+def _add(digest: "hashlib._Hash", structures: Iterable[Atoms], predicted: bytes) -> None:
+    """Add everything that a prediction keeps of the structures, and the predictions."""
+    digest.update(_text(map(_with_references, structures)))
+    digest.update(predicted)
+
+
+def _text(structures: Iterable[Atoms]) -> bytes:
+    text = io.StringIO()
     for atoms in structures:
-        text = io.StringIO()
-        write(text, _with_references(atoms), format="extxyz")
-        digest.update(text.getvalue().encode())
+        write(text, atoms, format="extxyz")
+    return text.getvalue().encode()
 
 
 def count_structures(path: Path) -> int | None:
@@ -154,8 +171,8 @@ def count_structures(path: Path) -> int | None:
     if path.suffix in (".extxyz", ".xyz"):
         return sum(1 for _ in _frame_ends(path))
     if path.suffix == ".npz":
-        with np.load(path) as arrays:
-            return len(arrays["positions"]) if "positions" in arrays else None
+        with contextlib.suppress(Exception):  # `iterate` says how the file is damaged
+            return npz_shapes(path)["positions"][0]
     return None
 
 
@@ -165,13 +182,12 @@ def _frame_ends(path: Path) -> Iterator[int]:
         return
     with path.open("rb") as file:
         place = 0
-        while first := file.readline():
-            if not first.strip().isdigit():
+        while (first := file.readline(LONGEST_COUNT)).strip().isdigit() and first.endswith(b"\n"):
+            place, lines, last = place + len(first), 0, first
+            for last in itertools.islice(file, int(first) + 1):
+                place, lines = place + len(last), lines + 1
+            if lines <= int(first) or not last.endswith(b"\n"):
                 return
-            lines = [first, *itertools.islice(file, int(first) + 1)]
-            if len(lines) < int(first) + 2 or not lines[-1].endswith(b"\n"):
-                return
-            place += sum(map(len, lines))
             yield place
 
 

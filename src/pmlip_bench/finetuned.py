@@ -1,6 +1,5 @@
 """Fine-tuned models of benchmark cells. Each is trained once, and kept in a file with a note of its settings."""
 
-import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ import torch
 from ase import Atoms
 
 from pmlip import methods
-from pmlip.atomic_files import write_json
+from pmlip.atomic_files import read_json, write_json
 from pmlip.backbones import Backbone
 from pmlip.loading import load
 from pmlip.methods import Method
@@ -46,7 +45,7 @@ def fine_tuned(
     """
     file = weights(cell, folder)
     note = file.with_suffix(".json")
-    if file.exists() and note.exists() and json.loads(note.read_text()) == settings:
+    if file.exists() and note.exists() and read_json(note) == settings:
         stored: Method = load(file, backbone=backbone, device=device)
         return stored
     unfinished = file.with_suffix("")

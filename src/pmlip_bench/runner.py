@@ -1,6 +1,5 @@
 """Runs the cells (method x size x seed) of a benchmark. Each cell has one result file, so a run can be resumed."""
 
-import json
 import multiprocessing
 import os
 import signal
@@ -15,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pmlip.atomic_files import write_json
+from pmlip.atomic_files import read_json, write_json
 from pmlip.cli.progress import progress_bar
 from pmlip.errors import RunFailedError
 from pmlip.memory import keep_freed_memory
@@ -132,6 +131,13 @@ def run_rounds(rounds: Sequence[Sequence[Cell]], run: Callable[[Sequence[Cell]],
         raise CellError("; ".join(failures))
 
 
+def settings_of(file: Path, result: dict[str, Any]) -> dict[str, Any]:
+    """The settings that a result file was made with."""
+    if not isinstance(settings := result.get("settings"), dict):
+        raise ValueError(f"{file} is damaged: it holds no settings; remove it to run this cell again")
+    return settings
+
+
 def check_settings(file: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Raise an error if a result file has other settings than this run; the error names the first that differs."""
     if difference := _difference(stored, wanted):
@@ -157,7 +163,16 @@ def read_cells(folder: Path) -> dict[Cell, dict[str, Any]]:
     results = {}
     for file in sorted(folder.glob("*-*-*.json")):
         method, size, seed = file.stem.rsplit("-", 2)
-        results[Cell(method, int(size), int(seed))] = json.loads(file.read_text())
+        try:
+            cell = Cell(method, int(size), int(seed))
+        except ValueError as error:
+            raise ValueError(
+                f"{file} is not the result of a cell: its name must be METHOD-SIZE-SEED.json; remove it"
+            ) from error
+        try:
+            results[cell] = read_json(file)
+        except ValueError as error:
+            raise ValueError(f"{error}; remove it to run this cell again") from error
     return results
 
 

@@ -18,6 +18,7 @@ from chgnet.model.dynamics import CHGNetCalculator
 from chgnet.model.layers import AtomConv
 
 from pmlip.backbones.chgnet import CHGNetBackbone, SplitAtomConv
+from pmlip.structures.atoms import StructureError
 
 
 @pytest.fixture(scope="class")
@@ -118,6 +119,16 @@ def test_periodic_axis_without_a_cell_vector_is_refused(backbone):
         pmlip.perturb(backbone).predict(Atoms("H2", [[0, 0, 0], [0, 0, 0.7]], pbc=True))
 
 
+def test_a_structure_without_a_graph_is_named_and_not_written(backbone, tmp_path, monkeypatch):
+    """The package writes the structure to bond_graph_error.cif in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    far = Atoms("OH2", [[0, 0, 0], [0, 0.76, 0.59], [0, -0.76, 0.59]])
+    far.positions += 1e9  # rounding leaves few different positions
+    with pytest.raises(StructureError, match=r"structure 3 \(H2O\): CHGNet cannot build its graph"):
+        backbone.single(far, 3)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_slab_may_have_no_third_cell_vector(backbone):
     slab = fcc111("Cu", (1, 1, 3))
     boxed = slab.copy()
@@ -142,7 +153,8 @@ def test_a_file_that_is_no_checkpoint_of_chgnet_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("not weights")
     torch.save({"state": {}}, tmp_path / "other.pt")
     for name in ("notes.txt", "other.pt"):
-        with pytest.raises(ValueError, match=f"{name} is not a checkpoint of CHGNet"):
+        with pytest.raises(ValueError, match=f"{name} is not a checkpoint of CHGNet") as found:
             pmlip.load_backbone("chgnet", weights=tmp_path / name)
+        assert found.value.__suppress_context__  # a traceback does not show torch's advice to load the file unsafely
     with pytest.raises(FileNotFoundError, match="there is no weights file"):
         pmlip.load_backbone("chgnet", weights=tmp_path / "none.pt")

@@ -1,6 +1,7 @@
 """Orb: the true architectures at reduced width with random weights, and the real Orb-v2 where it is at hand."""
 
 import copy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -128,8 +129,12 @@ def test_weights_in_a_local_file(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="there is no weights file"):
         pmlip.load_backbone("orb:orb_v3_direct_inf_omat", weights=tmp_path / "none.ckpt")
     (tmp_path / "other.ckpt").write_bytes(b"something else")
-    with pytest.raises(ValueError, match=r"other.ckpt does not hold the weights of orb-v3-direct-inf-omat"):
-        pmlip.load_backbone("orb:orb_v3_direct_inf_omat", weights=tmp_path / "other.ckpt")
+    torch.save({"weights": Path("objects that are no tensors")}, tmp_path / "objects.ckpt")
+    for name in ("other.ckpt", "objects.ckpt"):
+        with pytest.raises(ValueError, match=rf"{name} does not hold the weights of orb-v3-direct-inf-omat") as found:
+            pmlip.load_backbone("orb:orb_v3_direct_inf_omat", weights=tmp_path / name)
+        assert "weights_only" not in str(found.value)  # the advice of torch to load the file unsafely
+        assert "you trust" not in str(found.value)
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"^[^\n]*small.ckpt does not hold the weights of [^\n]*size mismatch[^\n]*$"):
         pmlip.load_backbone("orb:orb_v3_direct_inf_omat", weights=tmp_path / "small.ckpt")

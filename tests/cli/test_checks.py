@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pmlip.cli import app
-from pmlip.cli.checks import check_new_file, check_output
+from pmlip.cli.checks import check_new_file, check_output, chosen_device
 from pmlip.locks import locked_folder
 from pmlip.training.distributed import Processes
 
@@ -149,3 +149,15 @@ def test_of_several_processes_the_first_holds_the_folder(rank, monkeypatch):
 def test_a_dry_run_needs_no_folder():
     with locked_folder("run"):
         assert "unknown method" in refused("finetune", "data.extxyz", "--method", "x", "--dry-run", "--out", "run")
+
+
+@pytest.mark.parametrize("device", ["foo", "", "meta", "cuda:99", "cpu:x", "xla"])
+def test_a_device_that_cannot_be_used_is_one_sentence(device):
+    with pytest.raises(ValueError, match=rf"device '{device}' is not available on this machine; allowed: cpu") as found:
+        chosen_device(device)
+    assert "\n" not in str(found.value)
+
+
+def test_the_processor_is_always_available():
+    assert chosen_device("cpu") == "cpu"
+    assert chosen_device(None)

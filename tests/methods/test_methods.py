@@ -287,3 +287,33 @@ def test_force_scaled_widths_grow_with_the_forces():
 def test_confidence_needs_the_head_that_orb_v3_has():
     with pytest.raises(ValueError, match="tiny:test has no confidence head; only Orb-v3 has one"):
         methods.make("confidence", tiny_backbone())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_draw_of_a_sample_does_not_depend_on_how_many_are_drawn(name):
+    made = methods.make(name, tiny_backbone())
+    count = made.fixed_samples or 5
+    drawn = made.draw(count, seed=3)
+    for number in range(count):
+        assert torch.equal(made.draw_number(number, seed=3), drawn[number : number + 1])
+
+
+@pytest.mark.parametrize("name", ["p", "p-ensemble"])
+def test_the_last_sample_costs_no_more_than_the_first(name):
+    """All before it would need terabytes."""
+    made = methods.make(name, tiny_backbone())
+    assert made.draw_number(2**31 - 1).shape == made.draw_number(0).shape
+    assert made.member(2**31 - 1).module is not None
+    assert made.sample_number(2**31 - 1, molecules(1)).forces.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_samples_beyond_all_limits_are_refused(name):
+    made, data = methods.make(name, tiny_backbone()), molecules(2)
+    with pytest.raises(ValueError, match=r"samples are numbered from 0 to 2147483647, got number=2147483648"):
+        made.sample_number(2**31, data)
+    with pytest.raises(ValueError, match=r"samples=1000000000"):
+        made.sample(data, samples=10**9)
+    if made.fixed_samples is None:
+        with pytest.raises(ValueError, match=r"a seed must be an integer from 0 to 2\^32 - 1, got seed=10000000000"):
+            made.sample(data, samples=3, seed=10**10)

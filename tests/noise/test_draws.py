@@ -19,6 +19,19 @@ def test_sample_k_does_not_depend_on_how_many_are_drawn(kind, seed, samples, mor
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@given(seed=st.integers(0, 2**32 - 1), first=st.integers(0, 30), samples=st.integers(1, 20))
+def test_a_sample_does_not_need_those_before_it(kind, seed, first, samples):
+    some = draw(samples, 8, seed=seed, kind=kind, first=first)
+    assert torch.equal(some, draw(first + samples, 8, seed=seed, kind=kind)[first:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_sample_costs_no_more_than_the_first(kind):
+    """All before it would need terabytes."""
+    assert draw(1, 128, kind=kind, first=2**31 - 1).shape == (1, 128)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_standard_normal(kind):
     e = torch.cat([draw(20, 8, seed=seed, kind=kind) for seed in range(1000)])
     assert float(e.mean(0).abs().max()) < 0.03
@@ -71,6 +84,9 @@ def test_training_draws_are_independent_for_every_system_and_sample():
         ({"samples": 1, "dim": 0}, "noise_dim must be at least 1, got 0"),
         ({"samples": 1, "dim": 4, "seed": -1}, "from 0 to 2\\^32 - 1, got seed=-1"),
         ({"samples": 1, "dim": 4, "seed": 2**32}, "from 0 to 2\\^32 - 1"),
+        ({"samples": 1, "dim": 4, "first": -1}, "numbered from 0 to 2147483647, got first=-1"),
+        ({"samples": 1, "dim": 4, "first": 2**31}, "numbered from 0 to 2147483647, got first=2147483648"),
+        ({"samples": 2, "dim": 4, "first": 2**31 - 1}, "numbered from 0 to 2147483647"),
         ({"samples": 1, "dim": 4, "kind": "sobol"}, "allowed: plain, orthogonal, antithetic"),
     ],
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pmlip.atomic_files import write_json
-from pmlip_bench.runner import Cell, CellError, read_cells, run_cells
+from pmlip_bench.runner import Cell, CellError, read_cells, run_cells, settings_of
 
 CELLS = [Cell("p-egnn", size, seed) for size in (10, 20) for seed in range(2)]
 
@@ -174,3 +174,22 @@ def stuck(cell):
 def test_no_jobs_are_refused(folders):
     with pytest.raises(ValueError, match="at least 1 job, got jobs=0"):
         run_cells(CELLS, total, folders[0], jobs=0)
+
+
+@pytest.mark.parametrize("content", ["", '{"value": ', "[1]", "\xff"])
+def test_a_damaged_result_is_one_sentence(tmp_path, content):
+    (tmp_path / "p-egnn-10-0.json").write_text(content, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"p-egnn-10-0.json is damaged: .*; remove it to run this cell again"):
+        read_cells(tmp_path)
+
+
+def test_a_file_that_is_no_result_is_named(tmp_path):
+    (tmp_path / "notes-of-monday.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"notes-of-monday.json is not the result of a cell"):
+        read_cells(tmp_path)
+
+
+@pytest.mark.parametrize("result", [{}, {"settings": 3}])
+def test_a_result_without_settings_is_damaged(tmp_path, result):
+    with pytest.raises(ValueError, match="is damaged: it holds no settings; remove it to run this cell again"):
+        settings_of(tmp_path / "p-egnn-10-0.json", result)

@@ -1,3 +1,10 @@
+import bz2
+import gzip
+import io
+import lzma
+import sqlite3
+import zipfile
+
 import ase.db
 import numpy as np
 import pytest
@@ -6,7 +13,8 @@ from ase.build import bulk
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import write
 
-from pmlip.structures.files import read_structures
+from pmlip.structures import files
+from pmlip.structures.files import iterate, npz_shapes, read_structures
 from pmlip.structures.labels import labels
 
 
@@ -289,3 +297,119 @@ def test_names_of_labels_are_found_without_regard_to_case(tmp_path):
     assert read[0].get_stress()[0] == pytest.approx(-1 / 8)
     assert found.unused == ("vdW_energy",)
     assert "not used: 'vdW_energy'" in str(found)
+
+
+COMPRESS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_compressed_files(tmp_path, suffix):
+    original = structures()
+    write(tmp_path / "data.extxyz", original)
+    packed = tmp_path / f"data.extxyz.{suffix}"
+    packed.write_bytes(COMPRESS[suffix]((tmp_path / "data.extxyz").read_bytes()))
+    assert_same_labels(read_structures(packed)[0], original)
+
+
+@pytest.mark.parametrize("suffix", ["extxyz", "traj", "db", "npz", *(f"extxyz.{name}" for name in COMPRESS)])
+def test_truncated_files_and_garbage_are_one_sentence(tmp_path, suffix):
+    file = tmp_path / f"data.{suffix}"
+    if suffix == "db":
+        with ase.db.connect(file) as database:
+            database.write(structures(1)[0])
+    elif suffix == "npz":
+        np.savez(file, symbols=["Na", "Cl"], positions=[atoms.positions for atoms in structures()])
+    else:
+        write(file, structures())
+    whole = file.read_bytes()
+    random = np.random.default_rng(0)
+    for content in (whole[: len(whole) // 2], random.bytes(300), bytes(300)):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"^{file}: ") as found:
+            list(iterate(file))
+        assert "\n" not in str(found.value)
+        assert len(str(found.value)) < 500
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_file_that_expands_without_end_is_refused(tmp_path, suffix, monkeypatch):
+    monkeypatch.setattr(files, "ALWAYS_ALLOWED", 2**20)
+    file = tmp_path / f"data.extxyz.{suffix}"
+    file.write_bytes(COMPRESS[suffix](b"1" * 2**24))
+    with pytest.raises(ValueError, match=r"it expands to more than 1 MB, 100 times its size; .*, decompress it"):
+        list(iterate(file))
+
+
+def test_an_npz_file_that_expands_without_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "ALWAYS_ALLOWED", 2**20)
+    np.savez_compressed(tmp_path / "data.npz", symbols=["H"], positions=np.zeros((10**6, 1, 3)))
+    with pytest.raises(ValueError, match=r"it expands to more than 2 MB, 100 times its size"):
+        list(iterate(tmp_path / "data.npz"))
+
+
+def test_the_size_in_the_header_of_an_array_is_not_believed(tmp_path):
+    """numpy would allocate it, and read what there is."""
+    stream = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        stream, {"shape": (10**12, 2, 3), "fortran_order": False, "descr": np.dtype(float).str}
+    )
+    np.savez(tmp_path / "data.npz", symbols=["H", "H"])
+    with zipfile.ZipFile(tmp_path / "data.npz", "a") as archive:
+        archive.writestr("positions.npy", stream.getvalue() + bytes(48))
+    with pytest.raises(
+        ValueError, match=r"its array 'positions' has 48 bytes, too few or too many for shape \(1000000"
+    ):
+        list(iterate(tmp_path / "data.npz"))
+
+
+def test_the_advice_of_numpy_to_load_unsafely_reaches_nobody(tmp_path):
+    np.savez(tmp_path / "data.npz", positions=np.array([None, 1]), symbols=["H"])
+    with pytest.raises(ValueError, match="its array 'positions' holds Python objects; store numbers or strings"):
+        list(iterate(tmp_path / "data.npz"))
+    with (tmp_path / "data.npz").open("wb") as file:
+        np.save(file, np.array([None, 1]))
+    with pytest.raises(ValueError, match="it cannot be read: File is not a zip file"):
+        list(iterate(tmp_path / "data.npz"))
+
+
+def test_the_shapes_of_arrays_are_known_without_reading_them(tmp_path):
+    np.savez(tmp_path / "data.npz", positions=np.zeros((4, 2, 3)), energy=np.zeros(4), names=["a"])
+    assert npz_shapes(tmp_path / "data.npz") == {"positions": (4, 2, 3), "energy": (4,), "names": (1,)}
+
+
+@pytest.mark.parametrize("count", ["4", "999999999999", "9" * 30])
+def test_a_frame_with_fewer_atoms_than_it_says(tmp_path, count):
+    """Without going through the lines it lacks."""
+    (tmp_path / "data.extxyz").write_text(f"{count}\n\nH 0 0 0\nH 0 0 1\n")
+    with pytest.raises(ValueError, match=r"data\.extxyz: it cannot be read: .*"):
+        list(iterate(tmp_path / "data.extxyz"))
+
+
+@pytest.mark.parametrize("columns", ["99999999999", "10000", "+0099999999999", "1_000_000_000_000"])
+def test_columns_without_end_are_refused(tmp_path, columns):
+    """ASE makes a list of them before it reads a line."""
+    (tmp_path / "data.extxyz").write_text(f"1\nProperties=species:S:1:pos:R:{columns} pbc=F\nH 0 0 0\n")
+    with pytest.raises(ValueError, match="the Properties of a frame name an array with 10000 columns or more"):
+        list(iterate(tmp_path / "data.extxyz"))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("suffix", ["extxyz", "extxyz.gz", "cif"])
+def test_a_byte_order_mark_is_named(tmp_path, encoding, suffix):
+    content = "1\n\nH 0 0 0\n".encode(encoding)
+    (tmp_path / f"data.{suffix}").write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    with pytest.raises(ValueError, match="it begins with a byte order mark; save it as UTF-8 without one"):
+        list(iterate(tmp_path / f"data.{suffix}"))
+
+
+def test_a_database_of_something_else_is_not_changed(tmp_path):
+    """ASE adds its tables to a database that it reads."""
+    connection = sqlite3.connect(tmp_path / "data.db")
+    connection.execute("CREATE TABLE orders (number INTEGER)")
+    connection.commit()
+    connection.close()
+    before = (tmp_path / "data.db").read_bytes()
+    with pytest.raises(ValueError, match="it is a database, but not one of ASE"):
+        list(iterate(tmp_path / "data.db"))
+    assert (tmp_path / "data.db").read_bytes() == before

@@ -32,6 +32,7 @@ try:
     from chgnet.model.functions import MLP, GatedMLP
     from chgnet.model.layers import AngleUpdate, AtomConv, BondConv
     from chgnet.model.model import BatchedGraph
+    from pymatgen.core import Structure
     from pymatgen.io.ase import AseAtomsAdaptor
 except ImportError as error:
     raise ImportError("backbone 'chgnet' needs: pip install 'pmlip[chgnet]'") from error
@@ -50,6 +51,13 @@ class Batch:
     bond_of_edge: Tensor  # (edge,) directed edge -> undirected bond
     edge_of_bond: Tensor  # (bond,) undirected bond -> one of its two edges
     angle: Tensor  # (angle, 5) node, bond i, edge i, bond j, edge j
+
+
+class _UnwrittenStructure(Structure):
+    """A structure that is not written to a file: CHGNet writes bond_graph_error.cif if it cannot build a graph."""
+
+    def to(self, *_: Any, **__: Any) -> str:
+        return ""
 
 
 class SplitGatedMLP(GatedMLP):
@@ -199,7 +207,12 @@ class CHGNetBackbone(Backbone):
                 raise StructureError(atoms, index, "it is periodic along an axis without a cell vector")
             # CHGNet needs a full cell; axes without a cell vector are not periodic, so an arbitrary one is correct
             boxed.set_cell(atoms.cell.complete() if atoms.cell.rank else np.ptp(atoms.positions, axis=0) + 1)
-        graph = self.converter(AseAtomsAdaptor.get_structure(boxed))
+        try:
+            graph = self.converter(AseAtomsAdaptor.get_structure(boxed, cls=_UnwrittenStructure))
+        except (RuntimeError, ValueError) as error:
+            raise StructureError(
+                atoms, index, "CHGNet cannot build its graph; check the positions, the cell and their unit"
+            ) from error
         edge = graph.atom_graph.long().reshape(-1, 2)
         if isolated := set(range(len(atoms))) - set(edge[:, 0].tolist()):
             raise StructureError(
@@ -331,8 +344,8 @@ def _read(path: str | Path) -> CHGNet:
         raise FileNotFoundError(f"there is no weights file {path}")
     try:
         return CHGNet.from_dict(torch.load(path, map_location="cpu", weights_only=True)["model"])
-    except Exception as error:  # torch raises many types of error for damaged files
-        raise ValueError(f"{path} is not a checkpoint of CHGNet") from error
+    except Exception:  # torch raises many types of error for damaged files, and some advise to load them unsafely
+        raise ValueError(f"{path} is not a checkpoint of CHGNet") from None
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pmlip.atomic_files import atomic_write
 from pmlip.backbones.base import Backbone, Graph, Readout
+from pmlip.errors import first_reason
 from pmlip.noise.injection import Site
 
 try:
@@ -148,7 +149,7 @@ def load(
     try:
         module = torch.load(weights, map_location="cpu", weights_only=False)
     except Exception as error:  # torch raises many types of error for damaged files
-        raise ValueError(f"{weights} cannot be read as a MACE model: {error}") from error
+        raise ValueError(f"{weights} cannot be read as a MACE model: {first_reason(error)}") from error
     if not isinstance(module, nn.Module):
         raise ValueError(f"{weights} holds a {type(module).__name__}, not a whole MACE model; pass the .model file")
     return MACEBackbone(module.eval(), variant).to(device)

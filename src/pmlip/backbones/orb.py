@@ -7,6 +7,7 @@ learned equivariance from data.
 
 import contextlib
 import inspect
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -257,6 +258,11 @@ def load(variant: str = "", *, weights: str | Path | None = None, device: str = 
         try:
             module = make(weights_path=address, device="cpu", precision="float32-highest", compile=False, train=True)
         except Exception as error:
+            # torch's error about a pickle advises to load it unsafely, so it is not shown
+            if weights is not None and isinstance(error, pickle.UnpicklingError | EOFError):
+                raise ValueError(
+                    f"{weights} does not hold the weights of {variant}: it is damaged, or holds more than weights"
+                ) from None
             if weights is not None:
                 raise ValueError(f"{weights} does not hold the weights of {variant}: {first_reason(error)}") from error
             raise ConnectionError(

@@ -192,10 +192,10 @@ def _read(path: str | Path) -> SevenNetCheckpoint:
         with torch.serialization.safe_globals(ARRAYS):
             content = torch.load(path, map_location="cpu", weights_only=True)
         config, state = content["config"], content["model_state_dict"]
-    except Exception as error:  # torch raises many types of error for damaged files
+    except Exception:  # torch raises many types of error for damaged files, and some advise to load them unsafely
         raise ValueError(
             f"{path} is not a checkpoint of SevenNet, or it holds more than weights and settings"
-        ) from error
+        ) from None
     checkpoint = SevenNetCheckpoint(path)
     checkpoint._config = _config_cp_routine(config)
     checkpoint._model_state_dict = state

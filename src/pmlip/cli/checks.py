@@ -16,9 +16,11 @@ def chosen_device(given: str | None) -> str:
     if given is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=given)
+        torch.zeros(1, device=given).item()  # fails on devices that hold no data, such as meta
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {given!r} is not available: {str(error).splitlines()[0]}") from error
+        allowed = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+        allowed += ["mps"] if torch.backends.mps.is_available() else []
+        raise ValueError(f"device {given!r} is not available on this machine; allowed: {', '.join(allowed)}") from error
     return given
 
 

@@ -1,6 +1,5 @@
 """pmlip evaluate: the scores of a model and its uncertainty on structures with labels."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -209,9 +208,7 @@ def _names(paths: Sequence[Path], short: Sequence[str]) -> dict[Path, str]:
 
 def _warn_about_training_structures(structures: "Sequence[Atoms]", file: Path, run: Path, console: Console) -> None:
     """Print a warning if the run that made the model, in the folder of its file, used some of these structures."""
-    if not (run / "summary.json").is_file():
-        return
-    seen = set(json.loads((run / "summary.json").read_text()).get("seen", ()))
+    seen = _excluded(run) if (run / SUMMARY).is_file() else set()
     known = sum(name_of_structure(atoms) in seen for atoms in structures) if seen else 0
     if known:
         console.print(
@@ -223,12 +220,16 @@ def _warn_about_training_structures(structures: "Sequence[Atoms]", file: Path, r
 
 def _excluded(folder: Path | None) -> set[str]:
     """Fingerprints of the structures that a run used."""
+    from pmlip.atomic_files import read_json
+
     if folder is None:
         return set()
     file = folder / SUMMARY
     if not file.is_file():
         raise FileNotFoundError(f"{folder} is not the folder of a finished run: it has no {SUMMARY}")
-    summary = json.loads(file.read_text())
+    summary = read_json(file)
     if "seen" not in summary:
         raise ValueError(f"{file} was written by an older pmlip and does not list the structures that the run used")
+    if not isinstance(summary["seen"], list) or not all(isinstance(name, str) for name in summary["seen"]):
+        raise ValueError(f"{file} is damaged: it does not list the structures that the run used")
     return set(summary["seen"])

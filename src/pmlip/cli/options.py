@@ -148,7 +148,7 @@ def exit_on_error(params: Iterable[Any] = ()) -> Iterator[None]:
         typer.echo(f"error: {as_flags(str(error), params)}", err=True)
         raise typer.Exit(BAD_INPUT) from error
     except (ImportError, OSError, MemoryError, FloatingPointError, RunFailedError) as error:
-        typer.echo(f"error: {as_flags(str(error), params)}", err=True)
+        typer.echo(f"error: {as_flags(str(error), params) or type(error).__name__}", err=True)
         raise typer.Exit(FAILED) from error
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from pmlip import checkpoint
 from pmlip.backbones.base import Backbone, Graph
+from pmlip.limits import check_sample_number, check_samples, check_seed
 from pmlip.methods import _sampling
 from pmlip.novelty import KINDS, Novelty, TrainingFeatures, default_kind, fit, rescale
 from pmlip.provenance import Calibration, History
@@ -25,6 +26,7 @@ from pmlip.samples import UNTRAINED, Outputs, Samples
 from pmlip.structures.atoms import Progress, as_structures, system_index
 
 USUAL_SAMPLES = 16  # default number of samples
+SKIPPED_AT_ONCE = 2**20  # random integers
 FIXED_ATOMS = 512  # atoms per pass where results must be bitwise reproducible, since batching changes rounding
 
 
@@ -45,6 +47,12 @@ class Method(nn.Module, ABC):
     @abstractmethod
     def draw(self, samples: int, *, seed: int = 0) -> Tensor:
         """One draw per sample, (sample, ...)."""
+
+    def draw_number(self, number: int, *, seed: int = 0) -> Tensor:
+        """The draw of sample `number` alone, (1, ...); subclasses that can do so leave out the samples before it."""
+        if self.fixed_samples and number >= self.fixed_samples:
+            raise ValueError(f"the samples of this model are numbered 0 to {self.fixed_samples - 1}, got {number=}")
+        return self.draw(self.fixed_samples or number + 1, seed=seed)[number : number + 1]
 
     @abstractmethod
     def forward(self, graph: Graph, draws: Tensor | None) -> dict[str, Tensor]:
@@ -103,6 +111,7 @@ class Method(nn.Module, ABC):
         count = self.fixed_samples or samples
         if count < 2:
             raise ValueError(f"a spread needs at least 2 samples, got samples={samples}")
+        check_samples(count)
         return count
 
     def prediction_samples(self, samples: int) -> int:
@@ -241,11 +250,15 @@ class Method(nn.Module, ABC):
         )
 
     def _count(self, samples: int | None) -> int:
-        return (self.fixed_samples or USUAL_SAMPLES) if samples is None else samples
+        if samples is None:
+            return self.fixed_samples or USUAL_SAMPLES
+        check_samples(samples)
+        return samples
 
     def sample_number(self, number: int, structures: Atoms | Iterable[Atoms], *, seed: int = 0) -> Outputs:
         """The outputs of sample `number` of this seed alone."""
-        drawn = self._samples(structures, self.draw(number + 1, seed=seed)[number:], None, None)
+        check_sample_number(number)
+        drawn = self._samples(structures, self.draw_number(number, seed=seed), None, None)
         return Outputs({name: value[0] for name, value in drawn.items()}, drawn.system)
 
     def _samples(
@@ -357,7 +370,17 @@ class WrappedMethod(Method):
         """One random integer per sample, which seeds a generator."""
         if samples < 1:
             raise ValueError(f"at least 1 sample is needed, got samples={samples}")
+        check_seed(seed)
         return torch.randint(2**62, (samples,), generator=torch.Generator().manual_seed(seed))
+
+    def draw_number(self, number: int, *, seed: int = 0) -> Tensor:
+        if self.fixed_samples:
+            return super().draw_number(number, seed=seed)
+        check_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
+        for start in range(0, number, SKIPPED_AT_ONCE):
+            torch.randint(2**62, (min(SKIPPED_AT_ONCE, number - start),), generator=generator)
+        return torch.randint(2**62, (1,), generator=generator)
 
     def learner(self) -> Learner:
         return Learner(self)

@@ -134,13 +134,16 @@ class Potential(Perturbed, Method):
     def members_are_whole(self) -> bool:
         return self.tangent is None or not self.tangent.active
 
-    def draw(self, samples: int, *, seed: int = 0, kind: str = "plain") -> Tensor:
-        drawn = super().draw(samples, seed=seed, kind=kind)
+    def draw(self, samples: int, *, seed: int = 0, kind: str = "plain", first: int = 0) -> Tensor:
+        drawn = super().draw(samples, seed=seed, kind=kind, first=first)
         if self.tangent is None:
             return drawn
         kind = "antithetic" if kind == "antithetic" else "plain"
-        free = noise_draws.draw(samples, self.tangent.dim, seed=seed, kind=kind, stream=TANGENT_STREAM)
+        free = noise_draws.draw(samples, self.tangent.dim, seed=seed, kind=kind, stream=TANGENT_STREAM, first=first)
         return torch.cat([drawn, free], 1)
+
+    def draw_number(self, number: int, *, seed: int = 0) -> Tensor:
+        return self.draw(1, seed=seed, first=number)
 
     def passes(self, samples: int) -> int:
         return super().passes(samples) * (1 if self.members_are_whole else 3)
@@ -174,8 +177,8 @@ class Potential(Perturbed, Method):
         """
         folded = super().fold(sample=sample, seed=seed, kind=kind)
         assert isinstance(folded, Backbone)
-        drawn = noise_draws.draw(sample + 1, self.noise.dim, seed=seed, kind=kind)
-        if zero := self._zero(drawn[sample]).item():
+        drawn = noise_draws.draw(1, self.noise.dim, seed=seed, kind=kind, first=sample)
+        if zero := self._zero(drawn[0]).item():
             folded.shift_all(zero)
         return folded
 

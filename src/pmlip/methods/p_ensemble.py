@@ -57,6 +57,10 @@ class PEnsemble(Ensemble):
         drawn = self.parts()[0].draw(samples, seed=seed)
         return torch.cat([(torch.arange(samples) % len(self.members))[:, None].to(drawn), drawn], 1)
 
+    def draw_number(self, number: int, *, seed: int = 0) -> Tensor:
+        drawn = self.parts()[0].draw_number(number, seed=seed)
+        return torch.cat([torch.full((1, 1), number % len(self.members)).to(drawn), drawn], 1)
+
     def counterweights(self, draws: Tensor) -> tuple[Tensor, Tensor]:
         """Counterweights of each member, weighted by its fraction of the draws."""
         own = [draws[draws[:, 0] == number] for number in range(len(self.members))]

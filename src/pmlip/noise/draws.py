@@ -6,14 +6,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SEED_OF_FIT = 2**32 - 1  # reserved for fits to samples after training, so that predictions use other samples
+from pmlip.limits import LAST_SEED, check_sample_number, check_seed
+
+SEED_OF_FIT = LAST_SEED  # reserved for fits to samples after training, so that predictions use other samples
 
 
-def draw(samples: int, dim: int, *, seed: int = 0, kind: str = "plain", stream: int = 0) -> Tensor:
+def draw(samples: int, dim: int, *, seed: int = 0, kind: str = "plain", stream: int = 0, first: int = 0) -> Tensor:
     """Return standard normal draws e, shape (sample, dim), in double precision on the CPU.
 
-    Row k depends only on (seed, k, dim, kind, stream): a larger `samples` appends rows and keeps the earlier ones.
-    Draws of different streams are independent.
+    The draw of sample k depends only on (seed, k, dim, kind, stream): a larger `samples` appends rows and keeps the
+    earlier ones. first: the number of the first sample; those before it are not computed. Draws of different streams
+    are independent.
 
     kind:
         "plain"       independent rows. Use it for losses and scores: all estimators in `scores` and
@@ -28,11 +31,12 @@ def draw(samples: int, dim: int, *, seed: int = 0, kind: str = "plain", stream: 
         raise ValueError(f"at least 1 sample must be drawn, got samples={samples}")
     if dim < 1:
         raise ValueError(f"noise_dim must be at least 1, got {dim}")
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"a seed must be an integer from 0 to 2^32 - 1, got seed={seed}")
+    check_seed(seed)
+    check_sample_number(first, name="first")
+    check_sample_number(first + samples - 1, name="first + samples - 1")
     if kind not in _KINDS:
         raise ValueError(f"unknown kind of draw {kind!r}; allowed: {', '.join(_KINDS)}")
-    return torch.from_numpy(_KINDS[kind](samples, dim, (seed, stream) if stream else (seed,)))
+    return torch.from_numpy(_KINDS[kind](first, first + samples, dim, (seed, stream) if stream else (seed,)))
 
 
 def draw_for_training(samples: int, systems: int, dim: int, *, generator: torch.Generator) -> Tensor:
@@ -52,26 +56,28 @@ def counterweights(draws: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack([centre, -centre]), torch.tensor([-0.5, 0.5])
 
 
-def _plain(samples: int, dim: int, key: tuple[int, ...]) -> np.ndarray:
-    return np.stack([np.random.default_rng((*key, k)).standard_normal(dim) for k in range(samples)])
+def _plain(start: int, stop: int, dim: int, key: tuple[int, ...]) -> np.ndarray:
+    return np.stack([np.random.default_rng((*key, k)).standard_normal(dim) for k in range(start, stop)])
 
 
-def _orthogonal(samples: int, dim: int, key: tuple[int, ...]) -> np.ndarray:
+def _orthogonal(start: int, stop: int, dim: int, key: tuple[int, ...]) -> np.ndarray:
     blocks = []
-    for block in range(-(-samples // dim)):
+    for block in range(start // dim, -(-stop // dim)):
         random = np.random.default_rng((*key, block, 1))
         q, r = np.linalg.qr(random.standard_normal((dim, dim)))
         q *= np.sign(np.diag(r))  # without this the rotation is not uniformly distributed
         blocks.append(np.sqrt(random.chisquare(dim, (dim, 1))) * q.T)
-    return np.concatenate(blocks)[:samples]
+    skipped = start % dim
+    return np.concatenate(blocks)[skipped : skipped + stop - start]
 
 
-def _antithetic(samples: int, dim: int, key: tuple[int, ...]) -> np.ndarray:
-    half = _plain(-(-samples // 2), dim, key)
-    return np.stack([half, -half], axis=1).reshape(-1, dim)[:samples]
+def _antithetic(start: int, stop: int, dim: int, key: tuple[int, ...]) -> np.ndarray:
+    half = _plain(start // 2, -(-stop // 2), dim, key)
+    skipped = start % 2
+    return np.stack([half, -half], axis=1).reshape(-1, dim)[skipped : skipped + stop - start]
 
 
-_KINDS: dict[str, Callable[[int, int, tuple[int, ...]], np.ndarray]] = {
+_KINDS: dict[str, Callable[[int, int, int, tuple[int, ...]], np.ndarray]] = {
     "plain": _plain,
     "orthogonal": _orthogonal,
     "antithetic": _antithetic,

@@ -8,7 +8,15 @@ from typing import TypeVar
 import numpy as np
 import torch
 from ase import Atoms
+from ase.data import chemical_symbols
+from scipy.spatial import cKDTree
 
+# Limits that no real structure comes near.
+LARGEST = 1e5  # Å, of positions and cell vectors
+THINNEST = 0.5  # Å between opposite faces of a cell
+FLATTEST = 1e-3  # smallest singular value of the directions of the cell vectors, roughly an angle in radians
+DENSEST = 2.0  # atoms per Å^3; diamond has 0.18
+CLOSEST = 0.01  # Å between two atoms
 ELECTRONS = ("charge", "spin")  # keys of `info`
 
 T = TypeVar("T")
@@ -19,7 +27,7 @@ class StructureError(ValueError):
     """A structure cannot be used; the message names its index, its formula and the problem."""
 
     def __init__(self, atoms: Atoms, index: int, problem: str) -> None:
-        super().__init__(f"structure {index} ({atoms.get_chemical_formula()}): {problem}")
+        super().__init__(f"structure {index} ({_formula(atoms)}): {problem}")
         self.atoms, self.index, self.problem = atoms, index, problem
 
     def __reduce__(self) -> tuple[type["StructureError"], tuple[Atoms, int, str]]:
@@ -63,12 +71,75 @@ def as_structures(structures: Atoms | Iterable[Atoms]) -> list[Atoms]:
             raise TypeError(f"structure {index} is a {type(atoms).__name__}; structures must be ase.Atoms")
         if len(atoms) == 0:
             raise StructureError(atoms, index, "it has no atoms")
-        if not np.isfinite(atoms.positions).all() or not np.isfinite(atoms.cell.array).all():
-            raise StructureError(atoms, index, "a position or a cell vector is NaN or infinite")
+        if problem := _problem(atoms):
+            raise StructureError(atoms, index, problem)
         for name in ELECTRONS:
             if not _is_number(atoms.info.get(name, 0)):
                 raise StructureError(atoms, index, f"its {name} must be a number, got {atoms.info[name]!r}")
     return listed
+
+
+def _formula(atoms: Atoms) -> str:
+    return atoms.get_chemical_formula() if _known_elements(atoms).all() else f"{len(atoms)} atoms"
+
+
+def _known_elements(atoms: Atoms) -> np.ndarray:
+    return (atoms.numbers > 0) & (atoms.numbers < len(chemical_symbols))
+
+
+def _problem(atoms: Atoms) -> str | None:
+    """What makes a structure meaningless for every potential; None if nothing does.
+
+    Such structures cost unlimited time and memory in a neighbour search, or give numbers that mean nothing.
+    """
+    if not (known := _known_elements(atoms)).all():
+        atom = int((~known).argmax())
+        return f"atom {atom} has the atomic number {atoms.numbers[atom]}; allowed: 1 to {len(chemical_symbols) - 1}"
+    if not np.isfinite(atoms.positions).all() or not np.isfinite(atoms.cell.array).all():
+        return "a position or a cell vector is NaN or infinite"
+    if (largest := max(abs(atoms.positions).max(), abs(atoms.cell.array).max())) > LARGEST:
+        return f"a position or a cell vector is {largest:.3g} Å long; allowed: up to {LARGEST:g} Å. Check the unit"
+    return _problem_of_cell(atoms) or _problem_of_distances(atoms)
+
+
+def _problem_of_cell(atoms: Atoms) -> str | None:
+    vectors = atoms.cell.array[atoms.cell.array.any(axis=1)]
+    if not len(vectors):
+        return None
+    lengths = np.linalg.norm(vectors, axis=1)
+    if np.linalg.svd(vectors / lengths[:, None], compute_uv=False).min() < FLATTEST:
+        return "its cell vectors lie in one plane or on one line; check the cell"
+    thickness = (1 / np.linalg.norm(np.linalg.pinv(vectors), axis=0)).min()
+    if thickness < THINNEST:
+        return f"its cell is only {thickness:.3g} Å thick; allowed: {THINNEST} Å or more. Check the unit"
+    if atoms.pbc.all() and len(vectors) == 3 and len(atoms) > DENSEST * atoms.cell.volume:
+        return (
+            f"it has {len(atoms) / atoms.cell.volume:.3g} atoms per Å^3; allowed: up to {DENSEST:g}. Check the unit "
+            "of the cell"
+        )
+    return None
+
+
+def _problem_of_distances(atoms: Atoms) -> str | None:
+    if len(atoms) < 2:
+        return None
+    # the distance of two atoms is at least their distance along the normal of each pair of faces
+    cell = atoms.cell.complete()
+    thickness = 1 / np.linalg.norm(np.linalg.inv(cell.array), axis=0)
+    periodic = atoms.pbc & atoms.cell.array.any(axis=1)
+    along = cell.scaled_positions(atoms.positions)
+    along = np.where(periodic, (along % 1.0).clip(max=1 - 1e-15), along - along.min(axis=0)) * thickness
+    size = np.where(periodic, thickness * (1 + 1e-15), 0.0)  # 0: not periodic
+    pairs = cKDTree(along, boxsize=size).query_pairs(CLOSEST, p=np.inf, output_type="ndarray")
+    if not len(pairs):
+        return None
+    apart = atoms.positions[pairs[:, 1]] - atoms.positions[pairs[:, 0]]
+    turns = np.where(periodic, cell.scaled_positions(apart).round(), 0.0)
+    distances = np.linalg.norm(apart - turns @ cell.array, axis=1)
+    if distances.min() >= CLOSEST:
+        return None
+    first, second = pairs[distances.argmin()]
+    return f"atoms {first} and {second} are {distances.min():.2g} Å apart; remove one of them"
 
 
 def _is_number(value: object) -> bool:

@@ -1,9 +1,15 @@
 """Read structures with DFT labels from extxyz, ase.db, npz and all other formats of ASE.
 
-Labels are found under their common names, such as REF_energy or dft_forces.
+Labels are found under their common names, such as REF_energy or dft_forces. A damaged file is a ValueError, and a
+compressed file must not expand to more than `MOST_EXPANSION` times its size, or 256 MB if that is more.
 """
 
+import contextlib
+import io
+import math
 import re
+import sqlite3
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +21,10 @@ import numpy as np
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import iread
-from ase.io.formats import UnknownFileTypeError
+from ase.io.formats import UnknownFileTypeError, filetype, open_with_compression
 from ase.stress import full_3x3_to_voigt_6_stress
 
-from pmlip.errors import did_you_mean
+from pmlip.errors import did_you_mean, first_reason
 from pmlip.structures import LABELS
 from pmlip.structures.annotations import has_uncertainties, places
 from pmlip.structures.atoms import StructureError, as_structures
@@ -39,6 +45,13 @@ NPZ_NAMES = {  # other names of arrays in npz files, the second line of rMD17
 SGDML_NAMES = {"R": "positions", "z": "numbers", "E": "energy", "F": "forces"}
 REFERENCES = {name for names in NAMES.values() for name in names if "ref" in name or "dft" in name}
 LOOKS_LIKE_A_LABEL = re.compile("energy|force|stress|virial", re.IGNORECASE)
+
+MOST_EXPANSION = 100  # text of structures expands 3 to 10 times; a file that is made to fill the memory, 1000 times
+ALWAYS_ALLOWED = 256 * 2**20  # bytes
+COMPRESSED = (".gz", ".bz2", ".xz")
+LONGEST_REASON = 300  # characters; some readers quote the content of the file
+MANY_COLUMNS = re.compile(r":\s*[SRIL]\s*:[\s+0_]*[1-9][\d_]{4}")  # such as pos:R:10000
+BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
 
 @dataclass(frozen=True)
@@ -129,17 +142,25 @@ def iterate(path: str | Path) -> Iterator[Atoms]:
         if path.suffix == ".npz":
             yield from _read_npz(path)
         elif path.suffix == ".db":
-            with ase.db.connect(path) as database:
-                for row in database.select():
-                    yield row.toatoms(add_additional_information=True)
+            yield from _read_db(path)
         else:
-            # by default, ASE reads the part of a name after "@" as an index
-            yield from iread(path, index=":", do_not_split_by_at_sign=True)
+            _check_content(path)
+            kind = filetype(str(path))
+            yield from (
+                _read_extxyz(path)
+                if kind == "extxyz"
+                else iread(
+                    path,
+                    index=":",
+                    format=kind,
+                    do_not_split_by_at_sign=True,  # "@" is part of the name
+                )
+            )
     except (UnknownFileTypeError, StopIteration) as error:
         allowed = "allowed: extxyz, ase.db, npz and the other formats that ASE reads"
         raise ValueError(f"{path}: ASE does not recognise its format; {allowed}") from error
-    except (OSError, IndexError, AttributeError, RuntimeError, TypeError, ValueError, KeyError) as error:
-        raise ValueError(f"{path}: it cannot be read: {error or type(error).__name__}") from error
+    except Exception as error:  # ASE raises a different type for every way a file can be broken
+        raise ValueError(f"{path}: it cannot be read: {first_reason(error)[:LONGEST_REASON]}") from error
 
 
 def check_file(path: Path) -> None:
@@ -150,10 +171,99 @@ def check_file(path: Path) -> None:
         raise ValueError(f"{path} is empty")
 
 
+def _check_content(path: Path) -> None:
+    """Raise a ValueError if a file begins with a byte order mark, is compressed and damaged, or expands too much."""
+    with contextlib.closing(open_with_compression(str(path), "rb")) as file:
+        if file.read(3).startswith(BYTE_ORDER_MARKS):
+            raise ValueError("it begins with a byte order mark; save it as UTF-8 without one")
+        size = 3
+        while path.suffix in COMPRESSED and (part := file.read(2**20)):
+            size += len(part)
+            _check_size(path, size)
+
+
+def _check_size(path: Path, expanded: int) -> None:
+    allowed = max(ALWAYS_ALLOWED, MOST_EXPANSION * path.stat().st_size)
+    if expanded > allowed:
+        raise ValueError(
+            f"it expands to more than {allowed // 10**6} MB, {MOST_EXPANSION} times its size; if it is not a mistake, "
+            "decompress it first"
+        )
+
+
+class _Text(io.TextIOWrapper):
+    """An extxyz file that raises an error where ASE would run without end.
+
+    ASE reads as many lines as a frame says it has atoms, also after the end of the file, and makes a list with an entry
+    for each column that the comment line announces.
+    """
+
+    _read_at_end = 0
+
+    def readline(self, size: int = -1, /) -> str:  # type: ignore[override]  # the stub allows None too
+        line = super().readline(size)
+        self._read_at_end = 0 if line else self._read_at_end + 1
+        if self._read_at_end > 5:
+            raise EOFError("the last frame has fewer atoms than its first line says")
+        if "Properties" in line and MANY_COLUMNS.search(line):
+            raise ValueError("the Properties of a frame name an array with 10000 columns or more")
+        return line
+
+
+def _read_extxyz(path: Path) -> Iterator[Atoms]:
+    with _Text(open_with_compression(str(path), "rb"), encoding="utf-8") as file:
+        yield from iread(file, index=":", format="extxyz")
+
+
+def _read_db(path: Path) -> Iterator[Atoms]:
+    # ASE would add its tables to a database that has none
+    with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+        if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'systems'").fetchone():
+            raise ValueError("it is a database, but not one of ASE")
+    with ase.db.connect(path) as database:
+        for row in database.select():
+            yield row.toatoms(add_additional_information=True)
+
+
+def npz_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the arrays in an npz file, which are not read.
+
+    Raises a ValueError if an array has another size than its header says, or needs code to be read.
+    """
+    shapes = {}
+    with zipfile.ZipFile(path) as archive:
+        _check_size(path, sum(entry.file_size for entry in archive.infolist()))
+        for name, entry in _arrays(archive).items():
+            with archive.open(entry) as file:
+                version = np.lib.format.read_magic(file)
+                if version not in _NPY_HEADERS:
+                    raise ValueError(f"its array {name!r} has the unknown format {version[0]}.{version[1]}")
+                shape, _, dtype = _NPY_HEADERS[version](file)
+                size = entry.file_size - file.tell()
+            if dtype.hasobject:
+                raise ValueError(f"its array {name!r} holds Python objects; store numbers or strings")
+            if math.prod(shape) * dtype.itemsize != size:
+                raise ValueError(f"its array {name!r} has {size} bytes, too few or too many for shape {shape}")
+            shapes[name] = shape
+    return shapes
+
+
+_NPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+
+
+def _arrays(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
+    entries = [entry for entry in archive.infolist() if entry.filename.endswith(".npy")]
+    return {entry.filename.removesuffix(".npy"): entry for entry in entries}
+
+
 def _read_npz(path: Path) -> Iterator[Atoms]:
     """Yield structures of one composition from positions (structure, atom, 3), symbols or numbers, cells and labels."""
-    with np.load(path) as arrays:
-        content = dict(arrays)
+    npz_shapes(path)
+    content = {}
+    with zipfile.ZipFile(path) as archive:  # not np.load, which advises to load some damaged files unsafely
+        for name, entry in _arrays(archive).items():
+            with archive.open(entry) as file:
+                content[name] = np.lib.format.read_array(file, allow_pickle=False)
     names = NPZ_NAMES | (SGDML_NAMES if {"R", "z"} <= content.keys() else {})
     content = {names.get(name, name): value for name, value in content.items()}
     if "positions" not in content or not {"symbols", "numbers"} & content.keys():

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import TypeVar
 
+from pmlip.limits import check_samples, check_seed
 from pmlip.structures import LABELS
 
 T = TypeVar("T")
@@ -135,7 +136,10 @@ class FinetuneConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"give steps or epochs, not both, got steps={self.steps} and epochs={self.epochs}")
-        for name in ("fairness", "seed", "start", "energy_without_noise", "forces_without_noise"):
+        check_seed(self.seed)
+        for name in ("samples", "validation_samples"):
+            check_samples(getattr(self, name), name=name)
+        for name in ("fairness", "start", "energy_without_noise", "forces_without_noise"):
             if not (getattr(self, name) or 0) >= 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("backbone_rate", "noise_rate", "clip"):

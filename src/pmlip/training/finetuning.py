@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from pmlip import losses
 from pmlip.backbones.base import weights_hash
+from pmlip.checkpoint import DAMAGES
+from pmlip.errors import first_reason
+from pmlip.limits import LAST_SEED
 from pmlip.locks import locked_file
 from pmlip.memory import is_out_of_memory
 from pmlip.methods._tangents import add_tangents
@@ -105,7 +108,8 @@ def finetune(
                     progress(before * steps + step, len(parts) * steps, latest)
 
             part_folder = folder_of_part(Path(folder), number, parts=len(parts)) if folder else None
-            own = replace(config, seed=config.seed * len(parts) + number)  # unique for each pair of seed and part
+            # unique for each pair of seed and part, for all seeds below 2^32 / parts
+            own = replace(config, seed=(config.seed * len(parts) + number) % (LAST_SEED + 1))
             runs.append(_Run(part, data, held_out, own, part_folder, processes, references).to_the_end(show))
     done = replace(runs[0], **{name: sum(getattr(run, name) for run in runs) for name in ("seconds", "passes")})
     labelled = [structures[i] for i in data.labels.energy.isfinite().nonzero().flatten().tolist()]
@@ -172,7 +176,12 @@ class _Run:
         self.objective = Objective(model, config, self.scales, processes)
         self.optimiser = Optimiser(model, self._rates(), config, steps=self.steps)
         if stored:
-            self._restore(stored)
+            try:
+                self._restore(stored)
+            except DAMAGES as error:
+                raise ValueError(
+                    f"{self.state_file} does not fit this model: {first_reason(error)}; remove it to start again"
+                ) from error
 
     def _identity(self) -> dict[str, Any]:
         """Everything that must be unchanged for a run to resume."""

@@ -4,17 +4,35 @@ import contextlib
 import json
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from pmlip.atomic_files import atomic_write
-from pmlip.checkpoint import RUN_FORMAT
+from pmlip.checkpoint import DAMAGES, RUN_FORMAT
+from pmlip.errors import CheckpointError
+from pmlip.plain_values import check_type
+from pmlip.tensor_files import check_sum, read_tensors, write_tensors
 
-VERSION = 5  # increase it when the content of a state or the fields of the settings change
+VERSION = 6  # increase it when the content of a state or the fields of the settings change
 STATE_FILE = "last.pt"
+ENTRIES: Mapping[str, Any] = {
+    "identity": Mapping[str, Any],
+    "offsets": Mapping[int, float],
+    "scales": Mapping[str, float],
+    "noise_rate": float,
+    "step": int,
+    "seconds": float,
+    "best": float,
+    "worse": int,
+    "log": Sequence[Mapping[str, float]],
+    "best_state": Mapping[str, Tensor],
+    "model": Mapping[str, Tensor],
+    "averaged": Mapping[str, Tensor],
+    "optimizer": Mapping[str, Any],
+}
 
 
 def folder_of_part(folder: Path, number: int, *, parts: int) -> Path:
@@ -38,8 +56,7 @@ def refuse_state_of_another_kind(folder: Path, *, parts: int) -> None:
 def write_state(file: Path, state: Mapping[str, Any]) -> None:
     """Write the state, and the training log as JSON lines in the same folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(file) as opened:
-        torch.save({"format": RUN_FORMAT, "version": VERSION, **state}, opened)
+    write_tensors(file, {"format": RUN_FORMAT, "version": VERSION, **state})
     with atomic_write(file.with_name("log.jsonl")) as opened:
         opened.writelines(json.dumps(line).encode() + b"\n" for line in state["log"])
 
@@ -49,10 +66,15 @@ def read_state(file: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None
     if not file.exists():
         return None
     try:
-        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises a different type for every way a file can be broken
-        raise ValueError(f"{file} is damaged; remove it to start again") from error
-    if state["version"] != VERSION:
+        state: dict[str, Any] = read_tensors(file)
+        version = state["version"]
+        if version == VERSION:
+            check_sum(file, state, required=True)
+            for name, kind in ENTRIES.items():
+                check_type(state[name], kind, name)
+    except (CheckpointError, *DAMAGES):
+        raise ValueError(f"{file} is damaged; remove it to start again") from None
+    if version != VERSION:
         raise ValueError(
             f"{file} was written by another version of pmlip and can be resumed only there; remove it to start again"
         )
@@ -61,7 +83,7 @@ def read_state(file: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None
         if stored != value:
             names = {"model": "another model or other initial weights", "config": "other settings"}
             names |= {"train": "other training data", "valid": "other validation data"}
-            if name == "config":
+            if name == "config" and isinstance(stored, Mapping):
                 names[name] += f" ({_differences(stored, value)})"
             resume = "to resume it, start from a model with the same initial weights; or " if name == "model" else ""
             raise ValueError(

@@ -28,7 +28,7 @@ from pmlip_bench.ethanol.data import MD, PAIRS, PATH, EthanolSettings, Splits, s
 from pmlip_bench.ethanol.tables import figure, summary, table
 from pmlip_bench.finetuned import fine_tuned, training_cost
 from pmlip_bench.publish import check_installed, publish
-from pmlip_bench.runner import Cell, check_settings, read_cells, run_cells
+from pmlip_bench.runner import Cell, check_settings, read_cells, run_cells, settings_of
 
 BACKBONE = "chgnet"
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -51,7 +51,8 @@ def run(
             raise ValueError(f"{name} is built from other models; this benchmark runs methods that are trained")
     described = _described(settings, splits(settings))
     for cell, result in read_cells(folder).items():
-        check_settings(cell.file(folder), result["settings"], described)
+        file = cell.file(folder)
+        check_settings(file, settings_of(file, result), described)
     cells = [Cell(name, settings.train, seed) for name in names for seed in range(seeds)]
     job = partial(work, settings=settings, folder=folder, device=device)
     try:

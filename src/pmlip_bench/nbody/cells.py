@@ -4,7 +4,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,22 +14,24 @@ import torch
 from rich.console import Console
 
 from pmlip import metrics
-from pmlip.atomic_files import atomic_write
-from pmlip.errors import did_you_mean
+from pmlip.checkpoint import DAMAGES
+from pmlip.errors import CheckpointError, did_you_mean, first_reason
 from pmlip.nbody import data as nbody_data
 from pmlip.nbody.data import NBodyConfig, Trajectories
 from pmlip.nbody.egnn import EGNNConfig
 from pmlip.nbody.p_egnn import PEGNN, Method
 from pmlip.nbody.simulate import TIME_STEP
+from pmlip.plain_values import check_type
 from pmlip.provenance import environment
 from pmlip.samples import Samples
 from pmlip.scores import fair_crps
 from pmlip.spread_fit import best_factor
+from pmlip.tensor_files import CHECKSUM, check_sum, read_tensors, write_tensors
 from pmlip_bench.nbody.methods import BLIP, PBLIP, Deterministic, MCDropout, leave_one_out
 from pmlip_bench.nbody.tables import METHODS, figure, summary, table
 from pmlip_bench.nbody.training import DivergedError, Recipe, train
 from pmlip_bench.publish import check_installed, publish
-from pmlip_bench.runner import Cell, check_settings, read_cells, run_cells, run_rounds
+from pmlip_bench.runner import Cell, check_settings, read_cells, run_cells, run_rounds, settings_of
 
 TRAINED: dict[str, Callable[..., Method]] = {
     "egnn": Deterministic,
@@ -133,8 +135,9 @@ def prepare(cells: Sequence[Cell], preset: Preset, folder: Path, *, seeds: int) 
                 f"least {math.ceil(recipe.batch / copies)}"
             )
     for cell, result in read_cells(folder).items():
-        members = seeds - 1 if cell in cells else result["settings"].get("members")
-        check_settings(cell.file(folder), _completed(result["settings"]), _described(cell, preset, members))
+        stored = settings_of(file := cell.file(folder), result)
+        members = seeds - 1 if cell in cells else stored.get("members")
+        check_settings(file, _completed(stored), _described(cell, preset, members))
     for split in nbody_data.SPLITS:
         nbody_data.load(split, preset.settings.data)
 
@@ -151,7 +154,7 @@ def _described(cell: Cell, preset: Preset, members: int | None) -> dict[str, Any
 
 def _completed(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings from a file; recipe fields that did not exist when it was written get their defaults."""
-    if settings["recipe"] is None:
+    if not isinstance(settings.get("recipe"), dict):
         return settings
     defaults = json.loads(json.dumps(asdict(Recipe())))
     return settings | {"recipe": defaults | settings["recipe"]}
@@ -194,7 +197,7 @@ def _trained(cell: Cell, sets: dict[str, Trajectories], preset: Preset, folder: 
     Both are saved to a file: ensembles need it, and training need not be repeated if the scoring fails.
     """
     file, described = _weights(cell, folder), _described(cell, preset, None)
-    if file.exists() and _completed(torch.load(file, weights_only=True)["settings"]) == described:
+    if file.exists() and _completed(_read_weights(file)["settings"]) == described:
         return _load_trained(cell, preset, folder)
     torch.manual_seed(cell.seed)
     recipe = preset.recipes[cell.method].at(cell.size)
@@ -217,8 +220,7 @@ def _trained(cell: Cell, sets: dict[str, Trajectories], preset: Preset, folder: 
         "validation_curve": done.curve,
     }
     file.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(file) as opened:
-        torch.save({**record, "state": done.method.state_dict()}, opened)
+    write_tensors(file, {**record, "state": done.method.state_dict()})
     return done.method, record
 
 
@@ -331,6 +333,19 @@ def _weights(cell: Cell, folder: Path) -> Path:
     return folder / "weights" / f"{cell.name}.pt"
 
 
+def _read_weights(file: Path) -> dict[str, Any]:
+    """The weights and the training record in a file."""
+    try:
+        record: dict[str, Any] = read_tensors(file)
+        check_sum(file, record, required=False)  # files from before format 6 of checkpoints have none
+        kinds = {"settings": Mapping[str, Any], "training": Mapping[str, Any], "state": Mapping[str, torch.Tensor]}
+        for name, kind in kinds.items():
+            check_type(record[name], kind, name)
+        return {name: value for name, value in record.items() if name != CHECKSUM}
+    except (CheckpointError, *DAMAGES):
+        raise ValueError(f"{file} is damaged; delete it to train it again") from None
+
+
 def _load_trained(cell: Cell, preset: Preset, folder: Path) -> tuple[Method, dict[str, Any]]:
     """The stored method of a cell, and its training record."""
     file = _weights(cell, folder)
@@ -340,8 +355,11 @@ def _load_trained(cell: Cell, preset: Preset, folder: Path) -> tuple[Method, dic
             f"{cell.file(folder)} if it exists, then run method {cell.method} with size {cell.size}"
         )
     method = _make(cell.method, preset.recipes[cell.method])
-    record = torch.load(file, weights_only=True)
+    record = _read_weights(file)
     if _completed(record["settings"]) != _described(cell, preset, None):
         raise ValueError(f"{file} was trained with other settings; delete it and {cell.file(folder)} to train it again")
-    method.load_state_dict(record.pop("state"))
+    try:
+        method.load_state_dict(record.pop("state"))
+    except DAMAGES as error:
+        raise ValueError(f"{file} is damaged: {first_reason(error)}; delete it to train it again") from error
     return method, record

@@ -24,7 +24,7 @@ from pmlip.tangent import tangents_of
 from pmlip.training.config import FinetuneConfig
 from pmlip_bench.finetuned import fine_tuned, training_cost, weights
 from pmlip_bench.publish import check_installed, publish
-from pmlip_bench.runner import Cell, check_settings, read_cells, run_cells, run_rounds, slug
+from pmlip_bench.runner import Cell, check_settings, read_cells, run_cells, run_rounds, settings_of, slug
 from pmlip_bench.silica.data import SilicaSettings, Splits, check_files, splits, stem, without_folder
 from pmlip_bench.silica.tables import figure, summary, table
 from pmlip_bench.silica.variants import FORMERLY, VARIANTS, Variant
@@ -83,8 +83,9 @@ def _check_stored(prefix: str, settings: SilicaSettings, folder: Path) -> None:
     hashes = {size: splits(size, settings).hash for size in {cell.size for cell in stored}}
     for cell, result in stored.items():
         # older result files lack the settings in FORMERLY
-        complete = result["settings"] | {"config": FORMERLY | result["settings"]["config"]}
-        check_settings(cell.file(folder), complete, _described(settings, cell, hashes[cell.size]))
+        stored_settings = settings_of(file := cell.file(folder), result)
+        complete = stored_settings | {"config": FORMERLY | dict(stored_settings.get("config", {}))}
+        check_settings(file, complete, _described(settings, cell, hashes[cell.size]))
 
 
 def _check_weights(composed: Sequence[Cell], folder: Path) -> None:

@@ -7,7 +7,8 @@ from typer.testing import CliRunner
 from pmlip.cli import app
 from pmlip.nbody.data import Trajectories
 from pmlip.samples import Samples
-from pmlip_bench.nbody.cells import judge, judge_finite
+from pmlip.tensor_files import write_tensors
+from pmlip_bench.nbody.cells import _read_weights, judge, judge_finite
 from pmlip_bench.runner import read_cells
 
 ALL = "egnn,ensemble,blip,mc-dropout,p-egnn,p-ensemble,p-blip"
@@ -120,3 +121,13 @@ def test_trajectories_out_of_the_range_of_numbers_are_counted_and_left_out():
     assert judge_finite(Samples({"positions": positions}, system), data) == judge(
         Samples({"positions": positions}, system), data
     )
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:-100], lambda _: b"no weights"])
+def test_damaged_weights_are_one_sentence(tmp_path, damage):
+    file = tmp_path / "egnn-10-0.pt"
+    write_tensors(file, {"settings": {}, "training": {}, "state": {"w": torch.ones(3)}})
+    assert set(_read_weights(file)) == {"settings", "training", "state"}
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ValueError, match=r"egnn-10-0.pt is damaged; delete it to train it again"):
+        _read_weights(file)
