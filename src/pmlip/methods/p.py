@@ -195,6 +195,8 @@ class Potential(Perturbed, Method):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         # children are loaded after this, so they can be created here
         self.tangent = Tangent.stored(state_dict, f"{prefix}tangent.")
+        if self.tangent is not None:  # before format 6, tangents change parameters only
+            state_dict.setdefault(f"{prefix}tangent.scales", torch.tensor([0.0, 1.0], dtype=torch.float64))
         for name in ("energy_zero", "energy_curvature"):  # missing in checkpoint formats 1 and 2
             state_dict.setdefault(f"{prefix}{name}", torch.zeros_like(getattr(self, name)))
         super()._load_from_state_dict(state_dict, prefix, *rest)
