@@ -147,7 +147,7 @@ class CHGNetBackbone(Backbone):
     equivariant = True
     conservative = True
     rate = 3e-3
-    tangent_cover = "readout"
+    tangent_cover = "shifts+readout"
     module: CHGNet
 
     def __init__(self, module: CHGNet, variant: str) -> None:
