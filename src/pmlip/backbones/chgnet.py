@@ -147,7 +147,7 @@ class CHGNetBackbone(Backbone):
     equivariant = True
     conservative = True
     rate = 3e-3
-    tangent_cover = "shifts+readout"
+    tangent_cover = "readout"
     module: CHGNet
 
     def __init__(self, module: CHGNet, variant: str) -> None:
