@@ -12,7 +12,7 @@ import pmlip
 from conftest import randomise_noise
 from molecules import molecules
 from pmlip import tangent
-from pmlip.methods._tangents import LEARNED, TANGENT, TOLERANCE, best_scales
+from pmlip.methods._tangents import LEARNED, TANGENT, TOLERANCE, add_tangents, best_scales
 from pmlip.scores import fair_crps
 from tiny import tiny_backbone
 
@@ -211,6 +211,19 @@ def test_only_the_covered_weights_change(cover):
     wanted = {"sites+readout": inside["sites"]}.get(cover, inside.get(cover))
     assert all(any(f".{part}." in name for name in chosen) for part in wanted)
     assert not any("reference" in name for name in chosen)
+
+
+def test_structures_without_labels_do_not_narrow_the_samples():
+    labelled, other = molecules(4), [atoms.copy() for atoms in STRANGE]
+    directions = [tangent.fit(tiny_backbone(), train).values for train in (labelled, labelled + other)]
+    torch.testing.assert_close(*directions)
+
+
+def test_a_training_that_ends_without_tangent_samples_is_not_lost():
+    model = pmlip.perturb(tiny_backbone())
+    with pytest.warns(UserWarning, match="the model has no tangent samples: .* need training structures with forces"):
+        add_tangents(model, [atoms.copy() for atoms in STRANGE])
+    assert model.tangent is None
 
 
 def test_two_groups_of_weights_change_the_training_forces_equally():

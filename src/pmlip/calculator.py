@@ -44,19 +44,20 @@ class PMLIPCalculator(Calculator):
                               in the calibration. Needs a calibrated model, point="mean", and at least as many samples
                               as the calibration used.
 
+    and the variances energy_var and stress_var, named as in MACE. ensembles=True adds energy_ensemble (K,),
+    forces_ensemble (K, atom, 3), stress_ensemble (K, 6), and forces_comm, a second name of forces_ensemble. Calibration
+    has a separate factor for energies: energy_uncertainty and energy_var include it, energy_ensemble does not.
+
     If the model knows its training set (`pmlip finetune` stores its features), `results` also holds
 
         novelty               of the structure, compared with the training set; 1 is the 95 % quantile of held-out
                               structures
         atom_novelty          (atom,), 1 is the 95 % quantile of held-out atoms
 
-    and the calculator warns once when a structure lies outside the training set. With samples=0, one pass gives the
+    and the calculator warns once when a structure lies outside the training set. It also warns once about a ratio of
+    elements that the training set does not combine. With samples=0, one pass gives the
     prediction without noise, novelty, and error bars of the forces from novelty. For direct forces, a structure with
     unusual latent features costs a second pass (`Method.novelty`).
-
-    and the variances energy_var and stress_var, named as in MACE. ensembles=True adds energy_ensemble (K,),
-    forces_ensemble (K, atom, 3), stress_ensemble (K, 6), and forces_comm, a second name of forces_ensemble. Calibration
-    has a separate factor for energies: energy_uncertainty and energy_var include it, energy_ensemble does not.
 
     point: "mean" gives the mean over all noise for energy, forces and stress, estimated from the samples and two more
     passes (`Method.sample_with_mean`); "zero" gives the prediction without noise. Every call draws the same samples

@@ -1,8 +1,8 @@
 """Tangent samples: linear changes of a potential along the directions that the training forces leave open.
 
 The weights w of the potential become w + S x, where the sketch S adds each entry of x to many weights. Shifts of the
-outputs of the sites, where the noise enters, count as weights too. With J the derivative of an output with respect to
-x at x = 0, and H the sum of J^T J over the training labels, sample k gains
+outputs of the sites, where the noise enters, can be among these weights. With J the derivative of an output with
+respect to x at x = 0, and H the sum of J^T J over the training labels, sample k gains
 
     width J u_k,    u_k ~ N(0, (H + floor I)^-1)
 
@@ -27,6 +27,7 @@ from pmlip.backbones.base import Backbone, Graph, evaluating, stress_of, watch_e
 from pmlip.curvature import CurvatureSum
 from pmlip.errors import did_you_mean
 from pmlip.noise.site_gradients import shifted, sites_of
+from pmlip.samples import Outputs
 from pmlip.structures.atoms import Progress, StructureError, as_structures, subsample
 from pmlip.structures.labels import labels
 
@@ -81,8 +82,8 @@ class Tangent(nn.Module):
     def changes(self, backbone: Backbone, graph: Graph, draws: Tensor) -> dict[str, Tensor]:
         """The tangent part of the outputs for each draw (sample, dim), with the sample axis first.
 
-        Energies change by nothing that all training structures have in common, because no force depends on it. One pass
-        is shared by all samples; each sample then takes one more backward pass.
+        The mean change of the energy per atom over the training set is subtracted, because no force depends on it. One
+        pass is shared by all samples; each sample then takes one more backward pass.
         """
         atoms = torch.bincount(graph.rows["node"], minlength=graph.systems)
         samples = []
@@ -224,23 +225,27 @@ def fit(
         probes = _probes(len(used))
         for done, index in enumerate(used, start=1):
             atoms = train[index]
-            outputs = _outputs(backbone, _graph(backbone, atoms, index))
-            rows = _force_rows(outputs["forces"], chosen, sketch, probes=probes, seed=index)
-            if not bool(rows.isfinite().all()):
-                raise StructureError(atoms, index, "the derivatives of its forces are NaN or infinite")
-            total.add(rows)
+            outputs, label = _outputs(backbone, _graph(backbone, atoms, index)), _labels(atoms, index)
+            known = label.forces.isfinite().all(1)
+            if known.any():
+                rows = _force_rows(outputs["forces"][known], chosen, sketch, probes=probes, seed=index)
+                if not bool(rows.isfinite().all()):
+                    raise StructureError(atoms, index, "the derivatives of its forces are NaN or infinite")
+                total.add(rows)
+                error = (outputs["forces"].detach().cpu().double() - label.forces)[known]
+                square, count = square + float(error.square().sum()), count + error.numel()
             slope = torch.autograd.grad(outputs["energy"].sum(), chosen, materialize_grads=True, allow_unused=True)
             slopes.append(sketch.gather(slope).cpu() / len(atoms))
-            label = labels([atoms])
             missed.append((outputs["energy"].detach().cpu().double() - label.energy) / len(atoms))
-            error = outputs["forces"].detach().cpu().double() - label.forces
-            error = error[error.isfinite()]
-            square, count = square + float(error.square().sum()), count + error.numel()
             if progress:
                 progress(done, len(used))
-        width = math.sqrt(square / count) if count else 1.0
+        if not count:
+            raise ValueError("tangent samples need training structures with forces")
+        width = math.sqrt(square / count)
         total.add(_energy_rows(torch.stack(slopes), torch.cat(missed), width))
     curvature = total.curvature()
+    if not curvature.floor > 0:
+        raise ValueError("no weight changes the forces of the training structures, which symmetry fixes")
     found.vectors, found.values = curvature.vectors.float(), curvature.values.float()
     found.floor.fill_(curvature.floor)
     found.energy_slope.copy_(torch.stack(slopes).mean(0))
@@ -249,7 +254,7 @@ def fit(
 
 
 def passes_of_fit(structures: int) -> int:
-    """Passes of `fit`: for each structure, one forward pass and one backward pass per probe."""
+    """Passes of `fit`: for each structure, one forward pass and one backward pass per probe; the rest is small."""
     used = min(structures, MOST_STRUCTURES)
     return used * (1 + _probes(used))
 
@@ -262,6 +267,13 @@ def _probes(structures: int) -> int:
 def _graph(backbone: Backbone, atoms: Atoms, index: int) -> Graph:
     try:
         return backbone.graph([atoms])
+    except StructureError as error:
+        raise error.after(index) from None
+
+
+def _labels(atoms: Atoms, index: int) -> Outputs:
+    try:
+        return labels([atoms])
     except StructureError as error:
         raise error.after(index) from None
 
@@ -313,11 +325,12 @@ def _covered(backbone: Backbone, train: Sequence[Atoms], cover: str) -> list[boo
     The others set reference energies or other outputs, or are not used.
     """
     weights = weights_of(backbone)
-    moved = max(train, key=len).copy()
+    largest = max(range(len(train)), key=lambda index: len(train[index]))
+    moved = train[largest].copy()
     moved.rattle(0.05, seed=0)  # forces that are zero by symmetry respond to nothing
     values = [weight for _, weight in weights]
     with evaluating(backbone), _requiring_gradients(values):
-        forces = _outputs(backbone, backbone.graph([moved]))["forces"]
+        forces = _outputs(backbone, _graph(backbone, moved, largest))["forces"]
         probe = torch.randn(forces.shape, generator=torch.Generator().manual_seed(0)).to(forces)
         found = torch.autograd.grad(forces, values, probe, materialize_grads=True, allow_unused=True)
     layers: dict[str, list[str]] = {

@@ -38,7 +38,7 @@ class Watch:
                 self._warn(
                     "composition",
                     f"{self._name(atoms, first + index)} is no combination of the compositions in the training set "
-                    f"({', '.join(self._compositions)}): its energy cannot be compared with theirs",
+                    f"({', '.join(self._compositions)}): its energy relative to theirs can be far off",
                 )
                 break
 

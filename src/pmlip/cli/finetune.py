@@ -150,7 +150,8 @@ def finetune(
         keys = {"energy_key": energy_key, "forces_key": forces_key, "stress_key": stress_key}
         files = {file: _read(file, keys, config, console) for file in ([train] if valid is None else [train, valid])}
         learnable = {file: without_isolated(read) for file, read in files.items()}
-        isolated = learnable[train][1] | (_read_references(references, energy_key) if references else {})
+        isolated = {number: energy for _, own in reversed(learnable.values()) for number, energy in own.items()}
+        isolated |= _read_references(references, energy_key) if references else {}
         if isolated:
             console.print(f"energies of isolated atoms: {', '.join(chemical_symbols[number] for number in isolated)}")
         usable = {file: rest for file, (rest, _) in learnable.items()}

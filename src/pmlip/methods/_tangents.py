@@ -1,6 +1,7 @@
 """Fit tangent samples after training, and balance them with the learned spread on validation data."""
 
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -26,11 +27,15 @@ def add_tangents(
 ) -> None:
     """Fit the tangent samples of a model to training structures. Does nothing if the method has none.
 
-    Their cost is added to the history of the model. cover: see `pmlip.tangent.fit`. progress(done, total) counts
-    structures.
+    Warns if they cannot be fitted, because the training before must not be lost. Their cost is added to the history of
+    the model. cover: see `pmlip.tangent.fit`. progress(done, total) counts structures.
     """
     began = time.monotonic()
-    if not model.learner().fit_tangents(train, cover=cover, progress=progress):
+    try:
+        if not model.learner().fit_tangents(train, cover=cover, progress=progress):
+            return
+    except ValueError as error:
+        warnings.warn(f"the model has no tangent samples: {error}", stacklevel=2)
         return
     if model.history is not None:
         seconds = round(model.history.seconds + time.monotonic() - began, 1)

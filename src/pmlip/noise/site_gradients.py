@@ -1,4 +1,4 @@
-"""Gradients with respect to shifts at the sites of a network.
+"""Gradients with respect to shifts at the sites of a network, for each atom or for all rows of a site together.
 
 A shift s_a for the rows of atom a changes the output h of a site to h + envelope s_a, so dE/ds_a is the sum of
 envelope dE/dh over these rows. Tensor hooks add up this sum during any backward pass of the energy, for example the

@@ -84,7 +84,7 @@ def finetune(
     references = {**isolated, **references}
     data = LabelledStructures(structures)
     check_labels(data.structures, data.labels, config.learned, missing=config.missing)
-    held_out = LabelledStructures(as_structures(valid)) if valid else None
+    held_out = LabelledStructures(without_isolated(as_structures(valid))[0]) if valid else None
     if held_out:
         check_validation(held_out, config)
     if learner.trains_on_samples and config.samples < 2:

@@ -75,7 +75,7 @@ UNSEEN = _forms(  # out-of-distribution structures; ratios are relative to the t
 # The paper's Figure 2, mean and standard deviation: F-MAE and F-CRPS in meV/Å, Spearman.
 PAPER_BACKBONE, PAPER_READER = "orb:orb_v3_direct_20_omat", "tan_silica:"
 PAPER_COLUMNS = ("force_mae", "force_crps", "spearman")
-PAPER_METHODS = {"p+paper": "p", "blip+published": "blip"}  # variants with the paper's settings
+PAPER_METHODS = {"p+paper": "p", "p+no-tangent": "p", "blip+published": "blip"}  # variants of the paper's methods
 PAPER: dict[tuple[str, int], tuple[tuple[float, float], ...]] = {
     ("blip", 32): ((6.05, 0.04), (5.78, 0.04), (0.409, 0.003)),
     ("blip", 128): ((3.27, 0.13), (2.80, 0.20), (0.466, 0.068)),

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from pmlip import datasets
 from pmlip.atomic_files import write_json
 from pmlip.cli import app
+from pmlip.tangent import passes_of_fit
 from pmlip.training.config import FinetuneConfig
 from pmlip_bench.runner import Cell
 from pmlip_bench.silica import cells as benchmark
@@ -60,9 +61,11 @@ def test_from_end_to_end(tmp_path):
     assert -1 <= cell["test_and_unseen"]["spearman"] <= 1
     plain = json.loads((tmp_path / "chgnet-small-deterministic-6-0.json").read_text())
     assert "ssr" not in plain["test"]
-    assert plain["training"]["passes"] * (4 + 1) == cell["training"]["passes"]  # four samples, and one without noise
+    base = json.loads((tmp_path / "chgnet-small-p+no-tangent-6-0.json").read_text())
+    assert plain["training"]["passes"] * (4 + 1) == base["training"]["passes"]  # four samples, and one without noise
+    assert cell["training"]["passes"] == base["training"]["passes"] + passes_of_fit(6)
     table = (tmp_path / "table.md").read_text()
-    assert table.count("\n") == 4 + 4
+    assert table.count("\n") == 4 + 5
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     around, three = (json.loads((tmp_path / f"chgnet-small-{name}-6-0.json").read_text()) for name in COMPOSED)
     assert around["test"]["force_mae_without_noise"] == plain["test"]["force_mae"]  # the same potential
@@ -71,7 +74,7 @@ def test_from_end_to_end(tmp_path):
     assert three["training"]["passes"] == 3 * plain["training"]["passes"]
     (tmp_path / "chgnet-small-p-6-0.json").unlink()
     before = (tmp_path / "chgnet-small-ensemble-6-0.json").stat().st_mtime_ns
-    assert "4 of 5 cells are finished already" in invoke(*arguments).output
+    assert "5 of 5 cells are finished already" in invoke(*arguments).output
     assert (tmp_path / "chgnet-small-ensemble-6-0.json").stat().st_mtime_ns == before
     again = json.loads((tmp_path / "chgnet-small-p-6-0.json").read_text())
     assert again["training"] == cell["training"]  # read from its file, seconds and all
@@ -169,9 +172,9 @@ def test_the_command_for_the_setting_of_the_paper_with_a_small_orb_and_a_file_of
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)
     assert {row["method"]: row["paper_force_crps"]["mean"] for row in rows} == pytest.approx(
-        {"p": 1.94e-3, "p+paper": 1.94e-3, "blip+published": 5.78e-3}
+        {"p": 1.94e-3, "p+no-tangent": 1.94e-3, "p+paper": 1.94e-3, "blip+published": 5.78e-3}
     )
-    assert (out / "table.md").read_text().count("(paper ") == 9
+    assert (out / "table.md").read_text().count("(paper ") == 12
     assert (out / "figure.png").exists()
     stored = json.loads((out / "orb_v3_direct_20_omat-train-blip+published-3-0.json").read_text())
     assert stored["test"]["force_crps"] > 0
