@@ -251,7 +251,9 @@ class BackboneContract:
         """They are the derivative by the weights, the same in every batch, and potentials where the backbone is one."""
         model = randomise_noise(pmlip.perturb(backbone, noise_dim=4), scale=self.noise_scale).double()
         crystal, others = structures[2], structures[2:]
-        model.fit_tangent([crystal])
+        labelled = crystal.copy()
+        labelled.calc = SinglePointCalculator(labelled, forces=np.full((len(labelled), 3), 0.1))
+        model.fit_tangent([labelled])
         plain = copy.deepcopy(model)
         plain.tangent = None
         together = model.sample(others, samples=2)
