@@ -413,3 +413,23 @@ def test_a_database_of_something_else_is_not_changed(tmp_path):
     with pytest.raises(ValueError, match="it is a database, but not one of ASE"):
         list(iterate(tmp_path / "data.db"))
     assert (tmp_path / "data.db").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("comment", "name"),
+    [
+        ("Properties=species:S:1:pos:R:3 energy=-1 energy=-2", "energy"),
+        ("Properties=species:S:1:pos:R:3:forces:R:3:forces:R:3", "forces"),
+    ],
+)
+def test_a_name_given_twice_is_refused(tmp_path, comment, name):
+    (tmp_path / "data.extxyz").write_text(f"1\n{comment}\nH 0 0 0 1 2 3 4 5 6\n")
+    with pytest.raises(ValueError, match=f"a frame names '{name}' twice; rename or remove one of them"):
+        list(iterate(tmp_path / "data.extxyz"))
+
+
+def test_equal_signs_in_quotes_are_no_names(tmp_path):
+    comment = 'Properties=species:S:1:pos:R:3 note="energy=1 energy=2" energy=-1'
+    (tmp_path / "data.extxyz").write_text(f"1\n{comment}\nH 0 0 0\n")
+    (atoms,) = iterate(tmp_path / "data.extxyz")
+    assert atoms.info["note"] == "energy=1 energy=2"

@@ -51,6 +51,9 @@ ALWAYS_ALLOWED = 256 * 2**20  # bytes
 COMPRESSED = (".gz", ".bz2", ".xz")
 LONGEST_REASON = 300  # characters; some readers quote the content of the file
 MANY_COLUMNS = re.compile(r":\s*[SRIL]\s*:[\s+0_]*[1-9][\d_]{4}")  # such as pos:R:10000
+QUOTED = re.compile(r'"[^"]*"')
+NAMES_OF_VALUES = re.compile(r"([^\s=\"]+)\s*=")
+PROPERTIES = re.compile(r"Properties=([^\s\"]+)")
 BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
 
@@ -207,7 +210,17 @@ class _Text(io.TextIOWrapper):
             raise EOFError("the last frame has fewer atoms than its first line says")
         if "Properties" in line and MANY_COLUMNS.search(line):
             raise ValueError("the Properties of a frame name an array with 10000 columns or more")
+        if "Properties=" in line and (twice := _repeated(line)):
+            raise ValueError(f"a frame names {twice!r} twice; rename or remove one of them")
         return line
+
+
+def _repeated(comment: str) -> str | None:
+    """The first name that a comment line of extxyz gives twice, of which ASE would keep the last."""
+    names = NAMES_OF_VALUES.findall(QUOTED.sub('""', comment))
+    columns = PROPERTIES.search(comment)
+    names += columns.group(1).split(":")[::3] if columns else []
+    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def _read_extxyz(path: Path) -> Iterator[Atoms]:
