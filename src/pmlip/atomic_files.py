@@ -53,7 +53,7 @@ def naming(path: str | Path) -> Iterator[None]:
 def _remove_abandoned(target: Path) -> None:
     """Remove the unfinished files of this name whose processes have died."""
     name = re.compile(rf"\.{re.escape(target.name)}\.\d+\.partial")
-    with contextlib.suppress(OSError):  # the write itself says what is wrong with the folder
+    with contextlib.suppress(OSError):  # the write that follows raises it again, with the name of the file
         for file in target.parent.iterdir():
             if name.fullmatch(file.name):
                 remove_if_free(file)

@@ -31,7 +31,7 @@ from pmlip.noise.injection import Site
 from pmlip.noise.site_gradients import collect, sites_of
 from pmlip.samples import Outputs, mean_per_system
 from pmlip.spread_fit import best_power
-from pmlip.structures.atoms import Progress, StructureError, as_structures, subsample, system_index
+from pmlip.structures.atoms import Progress, StructureError, as_structures, numbered_from, subsample, system_index
 from pmlip.structures.labels import labels
 
 NAMES = {"gradients": "site gradients", "latent": "latent features"}
@@ -345,12 +345,10 @@ class _Passes:
     def over(self, structures: list[Atoms], *, one: bool = False) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Features, atomic numbers and predicted forces, on the CPU; one: of one structure after the other."""
         for start, batch in _batches(structures, 1 if one else ATOMS_IN_A_PASS):
-            try:
+            with numbered_from(start):
                 graph = self._backbone.graph(batch)
                 found, outputs = features(self._backbone, graph, self._kind)
                 refuse_nan(found.cpu(), batch)
-            except StructureError as error:
-                raise error.after(start) from None
             yield found.cpu(), graph.numbers.cpu(), outputs["forces"].cpu()
             self._done += len(batch)
             if self._progress:

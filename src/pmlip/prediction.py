@@ -65,9 +65,10 @@ def predict_file(
         total, watch = count_structures(source), Watch(model, numbered=True)
         while batch := list(itertools.islice(structures, BATCH)):
             try:
-                novelty = model.novelty(as_structures(batch)) if model.training_features else None
+                structures_of_batch = as_structures(batch)
+                novelty = model.novelty(structures_of_batch) if model.training_features else None
                 watch.look(batch, novelty, first=done)
-                found = _predict(model, as_structures(batch), count, seed, novelty)
+                found = _predict(model, structures_of_batch, count, seed, novelty)
             except StructureError as error:
                 raise ValueError(f"{source}: {error.after(done)}") from error
             if not notes.exists():  # not before, so that a run that fails at once leaves no files

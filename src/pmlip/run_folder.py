@@ -3,6 +3,7 @@
 from pathlib import Path
 
 MODEL_FILE = "model.pt"
+SUMMARY_FILE = "summary.json"  # of a finished run
 
 
 def model_file(path: str | Path) -> Path:

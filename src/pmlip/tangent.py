@@ -27,8 +27,7 @@ from pmlip.backbones.base import Backbone, Graph, evaluating, stress_of, watch_e
 from pmlip.curvature import CurvatureSum
 from pmlip.errors import did_you_mean
 from pmlip.noise.site_gradients import shifted, sites_of
-from pmlip.samples import Outputs
-from pmlip.structures.atoms import Progress, StructureError, as_structures, subsample
+from pmlip.structures.atoms import Progress, StructureError, as_structures, numbered_from, subsample
 from pmlip.structures.labels import labels
 
 DIMENSIONS = 2048  # of x
@@ -225,7 +224,9 @@ def fit(
         probes = _probes(len(used))
         for done, index in enumerate(used, start=1):
             atoms = train[index]
-            outputs, label = _outputs(backbone, _graph(backbone, atoms, index)), _labels(atoms, index)
+            outputs = _outputs(backbone, _graph(backbone, atoms, index))
+            with numbered_from(index):
+                label = labels([atoms])
             known = label.forces.isfinite().all(1)
             if known.any():
                 rows = _force_rows(outputs["forces"][known], chosen, sketch, probes=probes, seed=index)
@@ -265,17 +266,8 @@ def _probes(structures: int) -> int:
 
 
 def _graph(backbone: Backbone, atoms: Atoms, index: int) -> Graph:
-    try:
+    with numbered_from(index):
         return backbone.graph([atoms])
-    except StructureError as error:
-        raise error.after(index) from None
-
-
-def _labels(atoms: Atoms, index: int) -> Outputs:
-    try:
-        return labels([atoms])
-    except StructureError as error:
-        raise error.after(index) from None
 
 
 def _outputs(backbone: Backbone, graph: Graph) -> dict[str, Tensor]:
@@ -325,6 +317,8 @@ def _covered(backbone: Backbone, train: Sequence[Atoms], cover: str) -> list[boo
     The others set reference energies or other outputs, or are not used.
     """
     weights = weights_of(backbone)
+    if cover == "shifts":
+        return [False] * len(weights)
     largest = max(range(len(train)), key=lambda index: len(train[index]))
     moved = train[largest].copy()
     moved.rattle(0.05, seed=0)  # forces that are zero by symmetry respond to nothing

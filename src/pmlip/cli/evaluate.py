@@ -21,9 +21,8 @@ from pmlip.cli.options import (
     print_json,
 )
 from pmlip.cli.progress import counter, progress_bar
-from pmlip.run_folder import model_file
+from pmlip.run_folder import SUMMARY_FILE, model_file
 
-SUMMARY = "summary.json"  # in the folder of a finished run
 COLOURS = {"good": "green", "fair": "yellow", "bad": "red"}
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def evaluate(
     models, files = [model, *compare], [data, *(unseen or [])]
     if report is not None:
         check_installed()
-    inputs = [*models, *files, weights, settings_file, exclude / SUMMARY if exclude else None]
+    inputs = [*models, *files, weights, settings_file, exclude / SUMMARY_FILE if exclude else None]
     for file in (out, report):
         if file is not None:
             check_output(file, inputs=inputs)
@@ -208,7 +207,7 @@ def _names(paths: Sequence[Path], short: Sequence[str]) -> dict[Path, str]:
 
 def _warn_about_training_structures(structures: "Sequence[Atoms]", file: Path, run: Path, console: Console) -> None:
     """Print a warning if the run that made the model, in the folder of its file, used some of these structures."""
-    seen = _excluded(run) if (run / SUMMARY).is_file() else set()
+    seen = _excluded(run) if (run / SUMMARY_FILE).is_file() else set()
     known = sum(name_of_structure(atoms) in seen for atoms in structures) if seen else 0
     if known:
         console.print(
@@ -224,9 +223,9 @@ def _excluded(folder: Path | None) -> set[str]:
 
     if folder is None:
         return set()
-    file = folder / SUMMARY
+    file = folder / SUMMARY_FILE
     if not file.is_file():
-        raise FileNotFoundError(f"{folder} is not the folder of a finished run: it has no {SUMMARY}")
+        raise FileNotFoundError(f"{folder} is not the folder of a finished run: it has no {SUMMARY_FILE}")
     summary = read_json(file)
     if "seen" not in summary:
         raise ValueError(f"{file} was written by an older pmlip and does not list the structures that the run used")

@@ -28,6 +28,7 @@ from pmlip.cli.options import (
 )
 from pmlip.cli.progress import counter, printed_warnings, progress_bar, resumable
 from pmlip.locks import locked_folder
+from pmlip.run_folder import MODEL_FILE, SUMMARY_FILE
 from pmlip.training.config import FinetuneConfig
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
     from pmlip.methods.base import Method
 
-FILES = ("model.pt", "last.pt", "log.jsonl", "summary.json")  # that a run writes
+FILES = (MODEL_FILE, "last.pt", "log.jsonl", SUMMARY_FILE)  # that a run writes
 FEWEST_FOR_CALIBRATION, MOST_FOR_CALIBRATION = 4, 64  # structures: fewer are unreliable, more take long
 
 
@@ -222,19 +223,19 @@ def finetune(
         )
         if calibrate and trained.learner().calibrated_after:
             data = valid.name if valid else f"structures held out from {train.name}"
-            trained.save(out / "model.pt")  # so that an error in the calibration does not lose the run
+            trained.save(out / MODEL_FILE)  # so that an error in the calibration does not lose the run
             _calibrate(trained, held_out, data, energies="energy" in config.learned, console=console)
-        trained.save(out / "model.pt")
+        trained.save(out / MODEL_FILE)
         lacking = [kind for kind in KINDS if kind not in trained.training_features]
         with _in_files(files):
             fit_and_print(trained, structures, held_out, kinds=lacking, console=console)
-        trained.save(out / "model.pt")
+        trained.save(out / MODEL_FILE)
         if note := guessed_offsets(result.offsets, trained.history.compositions, isolated):
             console.print(f"note: {note} with --references", markup=False)
         summary = {"backbone": backbone, "method": method, "options": dict(options)}
         summary |= as_record(trained.history, trained.calibration)
         summary["seen"] = [name_of_structure(atoms) for atoms in (*structures, *held_out)]
-        write_json(out / "summary.json", summary)
+        write_json(out / SUMMARY_FILE, summary)
         console.print(f"{result.steps} steps in {result.seconds:.0f} s; the model was written to {out / 'model.pt'}")
         console.print(f"next: pmlip evaluate {out / 'model.pt'} TEST.extxyz --report report.html")
         print_json(summary, as_json)
@@ -268,6 +269,7 @@ def _read_references(file: Path, energy_key: str | None) -> dict[int, float]:
     """Energies of isolated atoms by atomic number, from JSON or from a file of single atoms."""
     from ase.data import atomic_numbers
 
+    from pmlip.atomic_files import read_json
     from pmlip.structures.energy_offsets import without_isolated
     from pmlip.structures.files import read_structures
 
@@ -277,7 +279,7 @@ def _read_references(file: Path, energy_key: str | None) -> dict[int, float]:
             raise ValueError(f"--references {file} must hold single atoms with energies, and nothing else")
         return energies
     try:
-        given = json.loads(file.read_text())
+        given = read_json(file)
         return {atomic_numbers[symbol]: float(energy) for symbol, energy in given.items()}
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(

@@ -12,7 +12,7 @@ from pmlip.backbones.base import Backbone, Graph, evaluating
 from pmlip.methods._chunks import ChunkSize, run_in_chunks
 from pmlip.novelty import Novelty, TrainingFeatures
 from pmlip.samples import Outputs
-from pmlip.structures.atoms import StructureError, system_index
+from pmlip.structures.atoms import StructureError, numbered_from, system_index
 
 ATOMS_IN_A_PASS = 128  # where the size of a pass is not tuned at run time
 
@@ -118,10 +118,8 @@ def measure_unusual(
 
 def _build(backbone: Backbone, structures: list[Atoms], start: int, stop: int) -> tuple[int, Graph]:
     """The index of the first structure, and the graph of structures `start` to `stop` - 1."""
-    try:
+    with numbered_from(start):
         return start, backbone.graph(structures[start:stop])
-    except StructureError as error:
-        raise error.after(start) from None
 
 
 def _refuse_non_finite(outputs: Mapping[str, Tensor], structures: list[Atoms]) -> None:

@@ -40,6 +40,15 @@ class StructureError(ValueError):
 
 
 @contextlib.contextmanager
+def numbered_from(start: int) -> Iterator[None]:
+    """Errors inside the block, about structures number `start` and following, give their numbers among all."""
+    try:
+        yield
+    except StructureError as error:
+        raise error.after(start) from None
+
+
+@contextlib.contextmanager
 def in_file(path: str | Path, structures: Sequence[Atoms] | None = None) -> Iterator[None]:
     """Prefix errors about structures with the path of their file.
 
